@@ -1,0 +1,27 @@
+"""llmctl: one engine to quantize, serve, bench and chat with a language model.
+
+`LLM` and `SamplingParams` are handed on lazily, so that `import llmctl` (and every `llmctl --help`) stays instant.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .engine.llm import LLM
+    from .engine.request import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "LLM":
+        from .engine.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from .engine.request import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

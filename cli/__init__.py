@@ -1,0 +1,1 @@
+"""Commands, benchmark and terminal chat: the only place where parts are joined."""

@@ -1,0 +1,1 @@
+"""Measuring ourselves and peers."""

@@ -1,0 +1,1 @@
+"""The terminal conversation: screen, slash commands, history."""

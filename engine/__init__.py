@@ -1,0 +1,1 @@
+"""Requests to tokens: schedule, run, sample."""

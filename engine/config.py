@@ -1,0 +1,82 @@
+"""What was asked (`EngineConfig`), and the few environment variables that the product reads."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from ..kernels.errors import UsageError
+
+POLICIES = ("hybrid", "fcfs")
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Engine options as the user gives them. 0 or "auto" means: choose. Flags have the same names with dashes.
+
+    dtype                   auto keeps weights as stored; a float type converts all of them at load
+    kv_cache_dtype          auto: float32 for float32 weights, bfloat16 for bfloat16, else float16
+    num_gpu_blocks_override KV blocks in the pool instead of what the memory budget gives (the flag's name is vLLM's)
+    async_depth             steps in flight; 2 overlaps scheduling with computing and gives the tokens of 1
+    """
+
+    model: str = ""
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    max_model_len: int = 0
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    block_size: int = 32
+    num_gpu_blocks_override: int = 0
+    kv_cache_memory_bytes: int = 0
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "hybrid"
+    threads: int = 0
+    seed: int = 0
+    async_depth: int = 1
+    kernels: str = "auto"
+
+    def check(self) -> None:
+        """Raise UsageError for the first option whose value cannot work on any machine or model."""
+        for name, value, choices in (
+            ("--dtype", self.dtype, DTYPES),
+            ("--kv-cache-dtype", self.kv_cache_dtype, KV_DTYPES),
+            ("--scheduling-policy", self.scheduling_policy, POLICIES),
+            ("--kernels", self.kernels, ("auto", "generic", "reference")),
+        ):
+            if value not in choices:
+                raise UsageError(f"{name} is `{value}`", f"choose one of: {', '.join(choices)}")
+        if not 8 <= self.block_size <= 512 or self.block_size & (self.block_size - 1):
+            raise UsageError(f"--block-size is {self.block_size}", "use a power of two from 8 to 512")
+        for name, number, low, high in (
+            ("--max-num-seqs", self.max_num_seqs, 1, 4096),
+            ("--max-num-batched-tokens", self.max_num_batched_tokens, 1, 1 << 20),
+            ("--num-gpu-blocks-override", self.num_gpu_blocks_override, 0, 1 << 30),
+            ("--max-model-len", self.max_model_len, 0, 1 << 24),
+            ("--threads", self.threads, 0, 1024),
+            ("--async-depth", self.async_depth, 1, 2),
+        ):
+            if not low <= number <= high:
+                raise UsageError(f"{name} is {number}, it must be from {low} to {high}")
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """The environment variables that change what we do, read in one place."""
+
+    model: str  # LLMCTL_MODEL: the model when none is named
+    cache: Path  # LLMCTL_CACHE, else XDG_CACHE_HOME/llmctl, else ~/.cache/llmctl
+    offline: bool  # HF_HUB_OFFLINE
+
+
+def environment() -> Environment:
+    """The environment as it is now."""
+    base = os.environ.get("LLMCTL_CACHE")
+    if base is None:
+        base = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "llmctl")
+    offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+    return Environment(os.environ.get("LLMCTL_MODEL", ""), Path(base), offline)

@@ -1,0 +1,1 @@
+"""From a name to kernel-ready, memory-mapped weights."""

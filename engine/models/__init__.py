@@ -1,0 +1,1 @@
+"""Decoders: one config-driven decoder for every family in the table."""

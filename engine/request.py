@@ -1,0 +1,140 @@
+"""What a user asks (`SamplingParams`), what the core runs (`Request`) and what comes back (`Output`).
+
+All three are msgspec records so that they cross a process boundary as they are. The core deals in ints only: text,
+chat templates and stop strings belong to `frontend.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+
+import msgspec
+
+from ..kernels.errors import UsageError
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # EOS, a stop token or a stop string
+    LENGTH = "length"  # max_tokens or the context was reached
+    ABORT = "abort"  # the client left
+    ERROR = "error"  # the model gave NaN or Inf for this sequence
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are chosen, and when to stop. Field names and defaults are those of the OpenAI API and of vLLM.
+
+    temperature 0 is greedy. top_k 0 (or -1), top_p 1 and min_p 0 switch that truncation off. `logprobs` asks for the
+    log-probability of each chosen token and of that many most likely ones (0: only the chosen one). `seed` None draws
+    one at admission. `stop` strings are not part of the returned text unless `include_stop_str_in_output`.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def check(self, vocab_size: int) -> None:
+        """Raise UsageError for the first field whose value cannot work, naming the value and the limit."""
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not low <= value <= high or (isinstance(value, float) and not math.isfinite(value)):
+                raise UsageError(f"`{name}` is {value}, it must be from {low} to {high}")
+        if self.top_p == 0:
+            raise UsageError("`top_p` is 0, it must be above 0 and at most 1", "use temperature 0 for greedy decoding")
+        if self.repetition_penalty == 0:
+            raise UsageError("`repetition_penalty` is 0, it must be above 0", "1 switches it off")
+        if any(not text for text in self.stop):
+            raise UsageError("`stop` holds an empty string, which would match everywhere", "remove it")
+        for token in (*self.stop_token_ids, *self.logit_bias):
+            if not 0 <= token < vocab_size:
+                raise UsageError(f"token id {token} is not in the vocabulary (0 to {vocab_size - 1})")
+        for token, bias in self.logit_bias.items():
+            if not -100 <= bias <= 100:
+                raise UsageError(f"`logit_bias` of token {token} is {bias}, it must be from -100 to 100")
+
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("n", 1, MAX_N),
+    ("max_tokens", 0, 1 << 30),
+    ("min_tokens", 0, 1 << 30),
+    ("temperature", 0.0, 100.0),
+    ("top_k", -1, 1 << 30),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 0.0, 100.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("seed", -(1 << 63), (1 << 64) - 1),
+    ("logprobs", 0, MAX_LOGPROBS),
+)
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt for the core, fully resolved: nothing in it depends on when or where it runs.
+
+    prompt      token ids, at least one
+    seed        sequence i of `sampling.n` samples with `mix_seed(seed, i)`, see `sample/sampler.py`
+    stop_ids    every token id that ends a sequence (EOS unless ignore_eos, and stop_token_ids)
+    max_tokens  tokens to generate at most, already cut to what the context leaves
+    tenant      whose share this is in the fair queue
+    salt        requests with different salts never share a prefix
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...]
+    max_tokens: int
+    tenant: str = ""
+    priority: int = 0
+    salt: str = ""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural-log probabilities at one position: of the chosen token, and of the most likely ones, best first."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True):
+    """New tokens of one sequence. A client drops what it already has by (epoch, first).
+
+    epoch    which start of the engine produced it
+    index    which of the request's n sequences
+    first    index of tokens[0] among the sequence's generated tokens
+    """
+
+    request_id: str
+    index: int
+    epoch: int
+    first: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: FinishReason | None = None
+    cached_tokens: int = 0  # prompt tokens served by the prefix cache
+    error: str = ""

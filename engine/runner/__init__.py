@@ -1,0 +1,1 @@
+"""Steps to tokens on one device."""

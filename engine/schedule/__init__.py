@@ -1,0 +1,1 @@
+"""Which sequences run next and where their KV lives; pure data, no torch, no model."""

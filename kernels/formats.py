@@ -1,0 +1,79 @@
+"""Storage formats as frozen records: what the bits of a weight or of a KV block mean.
+
+A format says how values are stored, not how they are computed with (that is a kernel's business) nor how they are laid
+out for a kernel (`kernels/cpu/pack.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import UsageError
+
+FLOAT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How a [n, k] weight is stored.
+
+    kind    f32 | f16 | bf16 | int8 | int4
+    group   inputs that share one scale (0 for the float kinds)
+    zero    how a code q becomes a value, with scale s (float16) of its group:
+              "none"  int8: q * s          (q in -128..127);  int4: (q - 8) * s  (q in 0..15)
+              "min"   int4: q * s + m      (m a float16 per group, as in GGUF Q4_1)
+              "int"   int4: (q - z) * s    (z in 0..15 per group, as in AWQ and GPTQ)
+    """
+
+    kind: str
+    group: int = 0
+    zero: str = "none"
+
+    @property
+    def is_float(self) -> bool:
+        return self.kind in FLOAT_BYTES
+
+    @property
+    def name(self) -> str:
+        """A short stable name: f32, int8g32, int4g32, int4g32min, int4g64int."""
+        if self.is_float:
+            return self.kind
+        return f"{self.kind}g{self.group}" + ("" if self.zero == "none" else self.zero)
+
+    def bits_per_weight(self) -> float:
+        """Bits per weight with scales and zeros counted."""
+        if self.is_float:
+            return 8.0 * FLOAT_BYTES[self.kind]
+        extra = {"none": 16, "min": 32, "int": 24}[self.zero]
+        return (8 if self.kind == "int8" else 4) + extra / self.group
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """How K and V are stored in the cache: f32 | f16 | bf16."""
+
+    kind: str
+
+    @property
+    def bytes_per_value(self) -> int:
+        return FLOAT_BYTES[self.kind]
+
+
+F32 = WeightFormat("f32")
+F16 = WeightFormat("f16")
+BF16 = WeightFormat("bf16")
+
+
+def parse_weight_format(name: str) -> WeightFormat:
+    """The format whose `name` this is; raises UsageError for anything else."""
+    if name in FLOAT_BYTES:
+        return WeightFormat(name)
+    for kind in ("int8", "int4"):
+        if name.startswith(kind + "g"):
+            rest = name[len(kind) + 1 :]
+            for zero in ("min", "int"):
+                if rest.endswith(zero):
+                    return WeightFormat(kind, int(rest[: -len(zero)]), zero)
+            if rest.isdigit():
+                return WeightFormat(kind, int(rest))
+    raise UsageError(f"unknown weight format `{name}`", "known: f32, f16, bf16, int8gN, int4gN, int4gNmin, int4gNint")

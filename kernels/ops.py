@@ -1,0 +1,329 @@
+"""The face of every op: one typed record of arguments per op, the same for every device, and what the op must compute.
+
+An op is built once (`registry.bind`) from buffers at fixed addresses and then run many times without arguments:
+whatever varies per step is read from the `Batch` arrays. A `Program` is a recorded list of such ops. Arrays are numpy
+views of arenas that Python owns; kernels keep addresses only, write to the given outputs, allocate nothing.
+
+Meaning shared by all implementations (the reference in `reference/` is the oracle):
+- Rows are independent: an output row depends on its own input row only, in one fixed reduction order.
+- Integer weight formats are multiplied with quantized activations, and that quantization is part of the meaning:
+  per row and group of inputs, scale = absmax / Q, code = round-half-to-even(x / scale), with Q = 127 in int8 for int4
+  weights (group of the weight), Q = 2047 in int16 for int8 weights (group of the weight). Integer sums inside a group
+  are exact; across groups one fma per group in ascending order, in float32.
+- Float weight formats are multiplied with float32 activations, one fma per input in ascending order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .formats import KVFormat, WeightFormat
+
+F32Array = npt.NDArray[np.float32]
+I32Array = npt.NDArray[np.int32]
+U8Array = npt.NDArray[np.uint8]
+AnyArray = npt.NDArray[np.generic]
+
+PANEL = 16  # outputs per packed panel; every row buffer is padded to a multiple of it
+PRIVATE_ROWS = 2  # with at most this many rows each thread computes an Act for itself, which saves a barrier
+
+# Batch.counts
+ROWS, SEQS, LOGIT_ROWS = 0, 1, 2
+
+
+class Op(Protocol):
+    """A bound op. `run` computes it for the rows now in the batch."""
+
+    def run(self) -> None: ...
+
+
+class Program(Protocol):
+    """A recorded list of ops. `replay` runs them all for the rows now in the batch."""
+
+    def replay(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """What varies per step, at fixed addresses.
+
+    counts      int32 [8]: number of rows, of sequences, of rows with logits
+    token       int32 [max_rows]: token id of each row (a row is one position of one sequence)
+    position    int32 [max_rows]
+    slot        int32 [max_rows]: which block table the row reads and writes through
+    seq_first   int32 [max_seqs]: first row of each sequence; its rows are consecutive with ascending positions
+    seq_rows    int32 [max_seqs]: how many rows
+    logit_rows  int32 [max_logit_rows]: which rows get logits, ascending
+    tables      one int32 [max_slots, max_blocks] per KV group: block ids in order of position
+    """
+
+    counts: I32Array
+    token: I32Array
+    position: I32Array
+    slot: I32Array
+    seq_first: I32Array
+    seq_rows: I32Array
+    logit_rows: I32Array
+    tables: tuple[I32Array, ...]
+
+
+def make_batch(max_rows: int, max_seqs: int, max_logit_rows: int, tables: tuple[I32Array, ...]) -> Batch:
+    """An empty batch for at most these sizes."""
+    return Batch(
+        np.zeros(8, np.int32),
+        np.zeros(max_rows, np.int32),
+        np.zeros(max_rows, np.int32),
+        np.zeros(max_rows, np.int32),
+        np.zeros(max_seqs, np.int32),
+        np.zeros(max_seqs, np.int32),
+        np.zeros(max_logit_rows, np.int32),
+        tables,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A [n, k] weight in the kernel's layout (`cpu/pack.py`), as bytes: a view of the mapped cache file."""
+
+    format: WeightFormat
+    n: int
+    k: int
+    data: U8Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ActForm:
+    """Activations quantized for one weight kind and group.
+
+    codes   int8 or int16 [rows, k];  scales float32 [rows, k / group];  sums int32 [rows, k / group]: sum of the codes
+    """
+
+    kind: str  # "i8" | "i16"
+    group: int
+    codes: AnyArray
+    scales: F32Array
+    sums: I32Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Act:
+    """Rows of activations and every quantized form that their consumers read.
+
+    values  float32 [max_rows + PRIVATE_ROWS * threads, k]; the rows behind max_rows are private to a thread
+    """
+
+    k: int
+    max_rows: int
+    values: F32Array
+    forms: tuple[ActForm, ...]
+
+
+def act_form_of(weight: WeightFormat) -> tuple[str, int] | None:
+    """(kind, group) of the activations that this weight format is multiplied with, None for plain float32."""
+    if weight.kind == "int4":
+        return "i8", weight.group
+    if weight.kind == "int8":
+        return "i16", weight.group
+    return None
+
+
+def make_act(k: int, max_rows: int, threads: int, consumers: Sequence[WeightFormat]) -> Act:
+    """Buffers for activations of width k that linears of these formats will read."""
+    rows = max_rows + PRIVATE_ROWS * threads
+    forms = []
+    for kind, group in sorted({form for w in consumers if (form := act_form_of(w)) is not None}):
+        codes: AnyArray = np.zeros((rows, k), np.int8 if kind == "i8" else np.int16)
+        scales = np.zeros((rows, k // group), np.float32)
+        forms.append(ActForm(kind, group, codes, scales, np.zeros((rows, k // group), np.int32)))
+    return Act(k, max_rows, np.zeros((rows, k), np.float32), tuple(forms))
+
+
+def make_rows(width: int, max_rows: int) -> F32Array:
+    """A float32 buffer [max_rows, width rounded up to whole panels]."""
+    return np.zeros((max_rows, -(-width // PANEL) * PANEL), np.float32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVLayer:
+    """One layer's part of a paged KV arena.
+
+    A block is one contiguous run of `block_stride` bytes and holds, for each layer of the group and each KV head,
+    K transposed [head_dim][block_size], then V [block_size][head_dim]. The layer's part begins `layer_offset` bytes
+    into the block. Kernels read K and V only from here, as stored, also those of the chunk being computed.
+    """
+
+    arena: U8Array
+    block_stride: int
+    layer_offset: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    format: KVFormat
+    group: int  # index into Batch.tables
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbedArgs:
+    """out[row] = dequantized weight[token[row]]. Weight [vocab, hidden] is packed like any linear (it may be the head)."""
+
+    batch: Batch
+    weight: PackedWeight
+    out: F32Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormArgs:
+    """act.values[i] = x[r] / sqrt(mean(x[r]^2) + eps) * weight, then every form of act.
+
+    r = i for all rows, or r = batch.logit_rows[i] over the logit rows if `logit_rows_only`.
+    """
+
+    batch: Batch
+    x: F32Array
+    weight: F32Array
+    eps: float
+    act: Act
+    logit_rows_only: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearArgs:
+    """out[i, :n] = act[i] @ weight.T (+ bias), or += if `add`. Columns from n up to whole panels are scratch.
+
+    Over the batch's rows, or its logit rows if `logit_rows_only`.
+    """
+
+    batch: Batch
+    act: Act
+    weight: PackedWeight
+    bias: F32Array | None  # padded with zeros to whole panels
+    out: F32Array
+    add: bool
+    logit_rows_only: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RopeStoreArgs:
+    """Optional RMS norm of each query and key head, rotation by the row's position, q *= `q_scale`; K and V are stored.
+
+    q [rows, heads * head_dim], k and v [rows, kv_heads * head_dim] (rows padded to panels), in place.
+    Rotation pairs dimension i with i + head_dim / 2: (a, b) -> (a cos - b sin, b cos + a sin).
+    cos, sin: float32 [max_positions, head_dim / 2].
+    """
+
+    batch: Batch
+    q: F32Array
+    k: F32Array
+    v: F32Array
+    q_norm: F32Array | None
+    k_norm: F32Array | None
+    norm_eps: float
+    cos: F32Array
+    sin: F32Array
+    num_heads: int
+    q_scale: float
+    kv: KVLayer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttendArgs:
+    """act.values[row, h * head_dim :] = softmax(q . K) V over positions max(0, p + 1 - window) .. p, and act's forms.
+
+    Head h reads KV head h // (num_heads / num_kv_heads); window 0 is full attention. The context is cut at fixed
+    multiples of ATTEND_SPLIT, partial results are merged in ascending order: bits do not depend on how many queries,
+    rows or threads there are, nor on the block size. Positions behind a row's own are never read.
+    """
+
+    batch: Batch
+    q: F32Array
+    num_heads: int
+    kv: KVLayer
+    window: int
+    max_positions: int
+    act: Act
+
+
+ATTEND_SPLIT = 128
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ActMulArgs:
+    """act.values[i] = f(gate[i]) * up[i] with f = silu or gelu_tanh, then every form of act."""
+
+    batch: Batch
+    gate: F32Array
+    up: F32Array
+    activation: str
+    act: Act
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVCopyArgs:
+    """`copy(source, target, tokens)`: the first `tokens` positions of one block to another, in all layers of a group."""
+
+    arena: U8Array
+    block_stride: int
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    format: KVFormat
+
+
+# One record per logits row. Addresses point at arrays that the caller keeps alive.
+SAMPLE_ROW = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("tokens", np.uint64),  # address of int32 [length]: the sequence so far
+        ("bias_ids", np.uint64),  # address of int32 [num_bias]
+        ("bias_values", np.uint64),  # address of float32 [num_bias]; -inf bans a token
+        ("length", np.int32),  # tokens known; the sampled token gets absolute position `length`
+        ("prompt_len", np.int32),
+        ("num_bias", np.int32),
+        ("top_k", np.int32),  # 0: off
+        ("logprobs", np.int32),  # -1: none, else how many top ones
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("repetition_penalty", np.float32),
+        ("presence_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("reserved", np.int32),
+    ]
+)
+MAX_TOP = 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleArgs:
+    """`sample(rows)`: one token for each of the first `rows` logits rows, which are left unchanged.
+
+    In this order: finite check (a row with NaN or Inf gets token -1 and finite 0); logprobs of the raw logits
+    (natural log); repetition penalty over prompt and output (positive logits divided, others multiplied); frequency
+    penalty x count and presence penalty over the output; bias; greedy if temperature is 0, else divide by temperature;
+    top-k, then top-p on the renormalised rest (the token that crosses p stays), then min-p (relative to the most
+    likely); then argmax of score + Gumbel noise, with noise = -log(-log(u)), u from Philox4x32-10 with key = seed and
+    counter = (token id / 4, position, 0, 0), lane token id % 4. Ties go to the lower id everywhere.
+    """
+
+    logits: F32Array  # [max_rows, padded vocab]
+    vocab_size: int
+    rows: AnyArray  # SAMPLE_ROW [max_rows]
+    token: I32Array  # [max_rows]
+    logprob: F32Array  # [max_rows]
+    top_ids: I32Array  # [max_rows, MAX_TOP]
+    top_logprobs: F32Array  # [max_rows, MAX_TOP]
+    finite: U8Array  # [max_rows]
+
+
+class KVCopy(Protocol):
+    def __call__(self, source: int, target: int, tokens: int) -> None: ...
+
+
+class Sample(Protocol):
+    def __call__(self, rows: int) -> None: ...

@@ -1,0 +1,1 @@
+"""What the bits of a checkpoint mean, and how to choose them."""

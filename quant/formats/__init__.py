@@ -1,0 +1,1 @@
+"""One file per checkpoint format: names and bytes to `WeightTensor`."""

@@ -1,0 +1,61 @@
+"""`WeightTensor`: one weight as its checkpoint means it, in numpy, before any kernel's layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..kernels.formats import WeightFormat
+
+Array = npt.NDArray[np.generic]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTensor:
+    """A weight of shape [n, k] (n outputs, k inputs), or [n] for a norm or a bias.
+
+    data    float kinds: float32 | float16 | uint16 (the bits of bfloat16), of the weight's shape;
+            int8: int8 [n, k];  int4: uint8 [n, k], one code 0..15 per element
+    scales  float16 [n, k / group], None for the float kinds
+    zeros   "min": float16 [n, k / group];  "int": uint8 [n, k / group];  else None
+    """
+
+    format: WeightFormat
+    data: Array
+    scales: Array | None = None
+    zeros: Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
+
+    def dequantize(self) -> npt.NDArray[np.float32]:
+        """The values as float32: exactly `scale * code` (+ min) as float32 arithmetic gives it."""
+        if self.format.kind == "bf16":
+            return (self.data.astype(np.uint32) << 16).view(np.float32)
+        if self.format.is_float:
+            return self.data.astype(np.float32)
+        assert self.scales is not None
+        n, k = self.data.shape
+        codes = self.data.astype(np.float32).reshape(n, k // self.format.group, self.format.group)
+        scales = self.scales.astype(np.float32)[:, :, None]
+        if self.format.zero == "min":
+            assert self.zeros is not None
+            return (codes * scales + self.zeros.astype(np.float32)[:, :, None]).reshape(n, k)
+        if self.format.zero == "int":
+            assert self.zeros is not None
+            codes -= self.zeros.astype(np.float32)[:, :, None]
+        elif self.format.kind == "int4":
+            codes -= 8
+        return (codes * scales).reshape(n, k)
+
+    def select_rows(self, rows: npt.NDArray[np.int64]) -> WeightTensor:
+        """The same weight with its outputs taken in this order; exact in every format."""
+        return WeightTensor(
+            self.format,
+            self.data[rows],
+            None if self.scales is None else self.scales[rows],
+            None if self.zeros is None else self.zeros[rows],
+        )
