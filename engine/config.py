@@ -21,6 +21,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype                   auto keeps weights as stored; a float type converts all of them at load
     kv_cache_dtype          auto: float32 for float32 weights, bfloat16 for bfloat16, else float16
     num_gpu_blocks_override KV blocks in the pool instead of what the memory budget gives (the flag's name is vLLM's)
+    seed                    not 0: requests that name no seed get the next of a series made from this one
     async_depth             steps in flight; 2 overlaps scheduling with computing and gives the tokens of 1
     """
 

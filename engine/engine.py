@@ -1,0 +1,63 @@
+"""The core loop: schedule, run, update. Ints in, ints out; no text, no threads, no sockets."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+from .request import Output, Request
+from .schedule.scheduler import Scheduler, SchedulerStats
+from .schedule.step import Step, StepResult
+
+
+class Pending(Protocol):
+    """A step that was submitted; `result` waits for it."""
+
+    def result(self) -> StepResult: ...
+
+
+class StepRunner(Protocol):
+    """Runs Steps in the order of submission."""
+
+    def submit(self, step: Step) -> Pending: ...
+
+    def close(self) -> None: ...
+
+
+class Engine:
+    """Requests to outputs. At most `depth` steps are in flight; depth 2 gives the tokens of depth 1."""
+
+    def __init__(self, scheduler: Scheduler, runner: StepRunner, depth: int = 1) -> None:
+        self._scheduler, self._runner, self._depth = scheduler, runner, depth
+        self._pending: deque[Pending] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._pending) or self._scheduler.has_work
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises CapacityError if it could never run."""
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str, index: int | None = None) -> tuple[Output, ...]:
+        """End a request (or one of its sequences); its blocks are free at once. Unknown ids do nothing."""
+        return self._scheduler.abort(request_id, index)
+
+    def step(self) -> tuple[Output, ...]:
+        """Keep `depth` steps in flight and return what the oldest of them produced."""
+        while len(self._pending) < self._depth and (step := self._scheduler.schedule()) is not None:
+            self._pending.append(self._runner.submit(step))
+        if not self._pending:
+            return ()
+        return self._scheduler.update(self._pending.popleft().result())
+
+    def stats(self) -> SchedulerStats:
+        """Counters of the scheduler and the KV pool as they are now."""
+        return self._scheduler.stats()
+
+    def close(self) -> None:
+        """Wait for the steps in flight and release the runner."""
+        while self._pending:
+            self._scheduler.update(self._pending.popleft().result())
+        self._runner.close()

@@ -1,0 +1,228 @@
+"""Text to ints and back, around the core: used by LLM, chat and serve alike.
+
+The core never sees a string. Encoding, the chat template, incremental decoding and stop strings are here; a match of a
+stop string ends that sequence in the core, and usage counts up to the token that completed it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import secrets
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from ..kernels.errors import CapacityError, UsageError
+from .client import EngineClient
+from .messages import EngineInfo, EngineStats
+from .request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
+from .schedule.sequence import mix_seed
+from .tokenizer import IncrementalDecoder, StopMatcher, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one sequence; `cached_tokens` of its prompt came from the prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """New text of sequence `index`, and the tokens that made it. The last one of a sequence has `finish` and `usage`."""
+
+    index: int
+    text: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: FinishReason | None = None
+    error: str = ""
+    usage: Usage | None = None
+
+
+class Frontend:
+    """The text face of an engine. Thread-safe: every call of `stream` is independent."""
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, seed: int = 0) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self._seed, self._drawn = seed, itertools.count()
+
+    def _draw_seed(self) -> int:
+        """The seed of a request that names none: random, or the next of the engine's own series if it was given one."""
+        return mix_seed(self._seed, next(self._drawn)) if self._seed else secrets.randbits(63)
+
+    @property
+    def info(self) -> EngineInfo:
+        """The engine's facts."""
+        return self.client.info
+
+    @property
+    def sampling_defaults(self) -> SamplingParams:
+        """What the model's own generation settings say, for a user who says nothing."""
+        return self.tokenizer.sampling_defaults
+
+    def stats(self) -> EngineStats:
+        """The engine's counters as they are now."""
+        return self.client.stats()
+
+    def chat_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's answer. Raises UsageError if the template refuses."""
+        return self.tokenizer.encode_chat(messages)
+
+    def request(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str | None = None,
+        tenant: str = "",
+        priority: int = 0,
+        salt: str = "",
+    ) -> Request:
+        """A fully resolved Request: the prompt as ids, the seed drawn, max_tokens cut to nothing but what was asked.
+
+        Raises UsageError for parameters that cannot work and CapacityError for a prompt longer than the context.
+        """
+        limit, vocab = self.info.max_model_len, self.info.vocab_size
+        sampling.check(vocab)
+        ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        if not ids:
+            raise UsageError("the prompt is empty", "give at least one token")
+        for token in ids:
+            if not 0 <= token < vocab:
+                raise UsageError(f"token id {token} is not in the vocabulary (0 to {vocab - 1})")
+        room = limit - len(ids)
+        if room < 1:
+            raise CapacityError(
+                f"the prompt has {len(ids)} tokens, the context holds {limit} and one must be left for the answer",
+                f"shorten the prompt by {1 - room} tokens, or raise --max-model-len if the model allows",
+            )
+        asked = sampling.max_tokens
+        if asked is not None and asked > room:
+            raise CapacityError(
+                f"{len(ids)} prompt tokens and max_tokens {asked} do not fit the context of {limit}",
+                f"set max_tokens to {room} or less",
+            )
+        stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self.tokenizer.eos_ids))
+        return Request(
+            id=request_id or uuid.uuid4().hex,
+            prompt=ids,
+            sampling=sampling,
+            seed=self._draw_seed() if sampling.seed is None else sampling.seed,
+            stop_ids=tuple(sorted(stop_ids)),
+            max_tokens=room if asked is None else asked,
+            tenant=tenant,
+            priority=priority,
+            salt=salt,
+        )
+
+    def stream(
+        self, prompt: str | Sequence[int], sampling: SamplingParams, *, request_id: str | None = None
+    ) -> Iterator[TextDelta]:
+        """Text as it is generated, for all n sequences, until each has ended. Closing the iterator aborts the request."""
+        request = self.request(prompt, sampling, request_id=request_id)
+        outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+        assembler = TextAssembler(request, self.tokenizer)
+        self.client.submit(request, outputs.put)
+        return self._deltas(request, outputs, assembler)
+
+    def _deltas(
+        self, request: Request, outputs: queue.SimpleQueue[Output], assembler: TextAssembler
+    ) -> Iterator[TextDelta]:
+        try:
+            while not assembler.finished:
+                output = outputs.get()
+                delta = assembler.push(output)
+                if delta is None:
+                    continue
+                if delta.finish is not None and output.finish is None:
+                    self.client.abort(request.id, output.index)
+                yield delta
+        finally:
+            if not assembler.finished:
+                self.client.abort(request.id)
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self.client.close()
+
+
+@dataclass(slots=True)
+class _SequenceText:
+    decoder: IncrementalDecoder
+    stops: StopMatcher
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    finished: bool = False
+
+
+class TextAssembler:
+    """Turns the Outputs of one request into TextDeltas; pure, so that any transport can drive it."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        sampling = request.sampling
+        self._request, self._stop_ids = request, frozenset(request.stop_ids)
+        self._include_stop = sampling.include_stop_str_in_output
+        self._sequences = [
+            _SequenceText(IncrementalDecoder(tokenizer, sampling.skip_special_tokens), StopMatcher(sampling.stop))
+            for _ in range(sampling.n)
+        ]
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sequence has ended."""
+        return all(sequence.finished for sequence in self._sequences)
+
+    def push(self, output: Output) -> TextDelta | None:
+        """The delta that this output makes; None for a sequence that a stop string has already ended."""
+        sequence = self._sequences[output.index]
+        if sequence.finished:
+            return None
+        sequence.cached_tokens = max(sequence.cached_tokens, output.cached_tokens)
+        pieces: list[str] = []
+        finish, taken, matched = output.finish, 0, False
+        for token in output.tokens:
+            taken += 1
+            ends = finish is FinishReason.STOP and taken == len(output.tokens) and token in self._stop_ids
+            if ends and not self._include_stop:
+                break
+            matched = self._push_text(sequence, sequence.decoder.push([token]), pieces)
+            if matched:
+                finish = FinishReason.STOP
+                break
+        sequence.completion_tokens += taken
+        if finish is not None:
+            sequence.finished = True
+            if not matched and not self._push_text(sequence, sequence.decoder.finish(), pieces):
+                pieces.append(sequence.stops.finish())
+        return TextDelta(
+            output.index,
+            "".join(pieces),
+            output.tokens[:taken],
+            output.logprobs[:taken],
+            finish,
+            output.error,
+            None if finish is None else self._usage(sequence),
+        )
+
+    def _push_text(self, sequence: _SequenceText, text: str, pieces: list[str]) -> bool:
+        """Add what is safe to show of `text`; whether a stop string was completed."""
+        safe, stop = sequence.stops.push(text)
+        pieces.append(safe)
+        if stop is not None and self._include_stop:
+            pieces.append(stop)
+        return stop is not None
+
+    def _usage(self, sequence: _SequenceText) -> Usage:
+        return Usage(len(self._request.prompt), sequence.completion_tokens, sequence.cached_tokens)
+
+
+def merge_sampling(defaults: SamplingParams, changes: dict[str, object]) -> SamplingParams:
+    """`defaults` with the fields in `changes` replaced; None means: as in the defaults."""
+    return msgspec.structs.replace(defaults, **{name: value for name, value in changes.items() if value is not None})

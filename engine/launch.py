@@ -1,0 +1,95 @@
+"""From an EngineConfig to something that answers: find the model, map it, plan, build the engine, wrap a client."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from .client import EngineClient, LocalClient, ProcessClient, Progress
+from .config import EngineConfig, environment
+from .engine import Engine, StepRunner
+from .frontend import Frontend
+from .load.hub import resolve as resolve_source
+from .load.packed import PackedModel, open_packed
+from .messages import EngineInfo
+from .plan import Plan, resolve
+from .runner.runner import RecordingRunner, Runner
+from .schedule.scheduler import Scheduler, SchedulerConfig
+from .tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+def launch(config: EngineConfig, *, process: bool = False, progress: Progress | None = None) -> Frontend:
+    """A ready engine behind its text face: on a thread of this process, or in a process of its own.
+
+    Raises LlmctlError for a model that cannot be found, read or run here, and for options that do not fit.
+    """
+    config.check()
+    client: EngineClient
+    if process:
+        client = ProcessClient(config, epoch=new_epoch(), progress=progress)
+    else:
+        engine, info = build_engine(config, epoch=new_epoch(), progress=progress)
+        client = LocalClient(engine, info)
+    return Frontend(client, Tokenizer(Path(client.info.folder)), config.seed)
+
+
+def build_engine(
+    config: EngineConfig,
+    *,
+    epoch: int,
+    progress: Progress | None = None,
+    record: Callable[[bytes], None] | None = None,
+) -> tuple[Engine, EngineInfo]:
+    """An engine on this thread, for a loop or a test to drive. `record` gets every encoded Step before it runs."""
+    settings = environment()
+    source = resolve_source(config.model, environment=settings, progress=progress)
+    model = open_packed(source, dtype=config.dtype, cache=settings.cache, progress=progress)
+    plan, budget = resolve(config, model)
+    log.info("plan: %s", plan)
+    log.info("memory: %s", budget)
+    runner: StepRunner = Runner(model, plan)
+    if record is not None:
+        runner = RecordingRunner(runner, record)
+    return Engine(Scheduler(scheduler_config(plan, epoch)), runner, plan.async_depth), _info(model, plan, epoch)
+
+
+def scheduler_config(plan: Plan, epoch: int) -> SchedulerConfig:
+    """The part of the plan that the scheduler works with."""
+    return SchedulerConfig(
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        block_size=plan.block_size,
+        num_blocks=(plan.num_blocks,),
+        max_model_len=plan.max_model_len,
+        enable_prefix_caching=plan.enable_prefix_caching,
+        policy=plan.scheduling_policy,
+        depth=plan.async_depth,
+        epoch=epoch,
+    )
+
+
+def new_epoch() -> int:
+    """A number that no earlier start of an engine on this machine had."""
+    return time.time_ns()
+
+
+def _info(model: PackedModel, plan: Plan, epoch: int) -> EngineInfo:
+    return EngineInfo(
+        model=plan.model,
+        folder=str(model.folder),
+        max_model_len=plan.max_model_len,
+        max_num_seqs=plan.max_num_seqs,
+        vocab_size=model.spec.vocab_size,
+        weight_format=" + ".join(plan.weight_formats),
+        kv_format=plan.kv_format,
+        threads=plan.threads,
+        isa=plan.isa,
+        fingerprint=plan.fingerprint,
+        num_blocks=plan.num_blocks,
+        block_size=plan.block_size,
+        epoch=epoch,
+    )

@@ -1,0 +1,211 @@
+"""`LLM`: offline generation in one object, with the names that vLLM's users know."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..kernels.errors import UsageError
+from .config import EngineConfig
+from .frontend import TextAssembler
+from .launch import launch
+from .request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
+from .tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One of a request's n sequences. `logprobs` has one entry per token if they were asked for.
+
+    A sequence for which the model gave NaN ends with FinishReason.ERROR and says so in `error`; the others go on.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float | None
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish_reason: FinishReason
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A prompt and its completions, `outputs` in order of index."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    num_cached_tokens: int
+
+
+class LLM:
+    """A model ready to generate, on an engine of its own.
+
+    `process=True` runs the engine in a process of its own. Every other keyword is a field of EngineConfig. Use it as a
+    context manager, or call `close`, to release the memory.
+
+    Raises LlmctlError (see `llmctl.kernels.errors`) for a model or an option that cannot work here.
+    """
+
+    def __init__(
+        self,
+        model: str = "",
+        *,
+        dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
+        max_model_len: int = 0,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 512,
+        block_size: int = 32,
+        num_gpu_blocks_override: int = 0,
+        kv_cache_memory_bytes: int = 0,
+        enable_prefix_caching: bool = True,
+        scheduling_policy: str = "hybrid",
+        threads: int = 0,
+        seed: int = 0,
+        async_depth: int = 1,
+        kernels: str = "auto",
+        process: bool = False,
+    ) -> None:
+        self.config = EngineConfig(
+            model=model,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            num_gpu_blocks_override=num_gpu_blocks_override,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            enable_prefix_caching=enable_prefix_caching,
+            scheduling_policy=scheduling_policy,
+            threads=threads,
+            seed=seed,
+            async_depth=async_depth,
+            kernels=kernels,
+        )
+        self.frontend = launch(self.config, process=process)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete the prompts (texts or token ids), all at once through the engine's batch; in their order.
+
+        One SamplingParams serves all prompts, a sequence of them goes prompt by prompt. Raises UsageError or
+        CapacityError before anything runs if one of the requests cannot work.
+        """
+        texts: list[Prompt] = [prompts] if _is_prompt(prompts) else list(prompts)  # type: ignore[list-item,arg-type]
+        params = _per_prompt(sampling_params, len(texts))
+        requests = [self.frontend.request(text, one) for text, one in zip(texts, params, strict=True)]
+        names = [text if isinstance(text, str) else None for text in texts]
+        return list(self._run(requests, names))
+
+    def chat(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: SamplingParams | None = None
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several at once, through the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        prompts = [self.frontend.chat_prompt(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params or self.frontend.sampling_defaults)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.frontend.tokenizer
+
+    def close(self) -> None:
+        """Stop the engine and release its memory."""
+        self.frontend.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, requests: list[Request], names: list[str | None]) -> Iterator[RequestOutput]:
+        client, outputs = self.frontend.client, queue.SimpleQueue[Output]()
+        collectors = {request.id: _Collector(request, self.frontend.tokenizer) for request in requests}
+        open_ids = set(collectors)
+        try:
+            for request in requests:
+                client.submit(request, outputs.put)
+            while open_ids:
+                output = outputs.get()
+                collector = collectors[output.request_id]
+                if collector.push(output):
+                    client.abort(output.request_id, output.index)
+                if collector.finished:
+                    open_ids.discard(output.request_id)
+        finally:
+            for request_id in open_ids:
+                client.abort(request_id)
+        if (failure := client.failure) is not None:
+            raise failure
+        for request, name in zip(requests, names, strict=True):
+            yield collectors[request.id].result(name)
+
+
+class _Collector:
+    """Gathers one request's sequences."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        self._request, self._assembler = request, TextAssembler(request, tokenizer)
+        count = request.sampling.n
+        self._texts: list[list[str]] = [[] for _ in range(count)]
+        self._tokens: list[list[int]] = [[] for _ in range(count)]
+        self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(count)]
+        self._finish: list[FinishReason | None] = [None] * count
+        self._errors = [""] * count
+        self._cached = 0
+
+    @property
+    def finished(self) -> bool:
+        return self._assembler.finished
+
+    def push(self, output: Output) -> bool:
+        """Take an output in; whether its sequence was ended by a stop string and must be ended in the core."""
+        delta = self._assembler.push(output)
+        if delta is None:
+            return False
+        self._texts[delta.index].append(delta.text)
+        self._tokens[delta.index].extend(delta.tokens)
+        self._logprobs[delta.index].extend(delta.logprobs)
+        self._cached = max(self._cached, output.cached_tokens)
+        self._finish[delta.index] = delta.finish or self._finish[delta.index]
+        self._errors[delta.index] = delta.error
+        return delta.finish is not None and output.finish is None
+
+    def result(self, prompt: str | None) -> RequestOutput:
+        wanted = self._request.sampling.logprobs is not None
+        completions = []
+        for index, finish in enumerate(self._finish):
+            assert finish is not None, f"sequence {index} of {self._request.id} has not finished"
+            logprobs = tuple(self._logprobs[index])
+            total = sum(entry.logprob for entry in logprobs) if wanted else None
+            text = "".join(self._texts[index])
+            tokens = tuple(self._tokens[index])
+            error = self._errors[index]
+            completions.append(CompletionOutput(index, text, tokens, total, logprobs if wanted else None, finish, error))
+        return RequestOutput(self._request.id, prompt, self._request.prompt, tuple(completions), self._cached)
+
+
+def _is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise UsageError(f"{count} prompts but {len(params)} sampling params", "give one for all, or one per prompt")
+    return list(params)

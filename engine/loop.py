@@ -1,0 +1,73 @@
+"""The engine loop: commands in, events out, whoever carries them (a queue or a socket)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from ..kernels.errors import LlmctlError
+from .engine import Engine
+from .messages import Abort, Command, EngineStats, Event, GetStats, Outputs, Shutdown, Stats, Submit
+from .request import FinishReason, Output, Request
+
+Inbox = Callable[[bool], Iterable[Command]]  # inbox(wait): the commands that have come; waits for one if asked
+Emit = Callable[[Event], None]
+
+
+def run_loop(engine: Engine, epoch: int, inbox: Inbox, emit: Emit) -> None:
+    """Serve commands until Shutdown. An error of one request ends that request only; any other error is raised."""
+    steps, generated, last_step = 0, 0, time.monotonic()
+    while True:
+        for command in inbox(not engine.has_work):
+            match command:
+                case Submit(request):
+                    _submit(engine, epoch, request, emit)
+                case Abort(request_id, index):
+                    _emit_outputs(engine.abort(request_id, index), emit)
+                case GetStats(ticket):
+                    age = time.monotonic() - last_step if engine.has_work else 0.0
+                    emit(Stats(ticket, _stats(engine, steps, generated, age)))
+                case Shutdown():
+                    return
+        if engine.has_work:
+            outputs = engine.step()
+            steps, last_step = steps + 1, time.monotonic()
+            generated += sum(len(output.tokens) for output in outputs)
+            _emit_outputs(outputs, emit)
+        else:
+            last_step = time.monotonic()
+
+
+def _submit(engine: Engine, epoch: int, request: Request, emit: Emit) -> None:
+    try:
+        engine.add(request)
+    except LlmctlError as error:
+        text = error.message + (f" ({error.hint})" if error.hint else "")
+        outputs = tuple(
+            Output(request_id=request.id, index=i, epoch=epoch, first=0, tokens=(), finish=FinishReason.ERROR, error=text)
+            for i in range(request.sampling.n)
+        )
+        _emit_outputs(outputs, emit)
+
+
+def _emit_outputs(outputs: tuple[Output, ...], emit: Emit) -> None:
+    if outputs:
+        emit(Outputs(outputs))
+
+
+def _stats(engine: Engine, steps: int, generated: int, age: float) -> EngineStats:
+    stats = engine.stats()
+    return EngineStats(
+        waiting=stats.waiting,
+        running=stats.running,
+        preemptions=stats.preemptions,
+        blocks_total=stats.blocks_total,
+        blocks_free=stats.blocks_free,
+        blocks_cached=stats.blocks_cached,
+        evictions=stats.evictions,
+        prompt_tokens=stats.prompt_tokens,
+        cached_tokens=stats.cached_tokens,
+        generated_tokens=generated,
+        steps=steps,
+        last_step_age_s=age,
+    )

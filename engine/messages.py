@@ -1,0 +1,104 @@
+"""What passes between a client and an engine loop, in one process or over a socket."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .request import Output, Request
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine as a client needs to know it. `epoch` is new at every start of an engine."""
+
+    model: str
+    folder: str  # of the packed model: tokenizer and chat template are read from here
+    max_model_len: int
+    max_num_seqs: int
+    vocab_size: int
+    weight_format: str
+    kv_format: str
+    threads: int
+    isa: str
+    fingerprint: str
+    num_blocks: int
+    block_size: int
+    epoch: int
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since the start of the engine; `last_step_age_s` is 0 when there is nothing to do."""
+
+    waiting: int = 0
+    running: int = 0
+    preemptions: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0
+    evictions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    last_step_age_s: float = 0.0
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """Run a request."""
+
+    request: Request
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """End a request, or one of its sequences."""
+
+    request_id: str
+    index: int | None = None
+
+
+class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
+    """Ask for a `Stats` with this ticket."""
+
+    ticket: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Stop the engine."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The model is loaded."""
+
+    info: EngineInfo
+
+
+class Loading(msgspec.Struct, frozen=True, tag="loading"):
+    """Progress before `Ready`."""
+
+    description: str
+    done: int
+    total: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The engine could not start, or died: the error's class name, message and hint."""
+
+    kind: str
+    message: str
+    hint: str
+
+
+class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
+    """What one step produced."""
+
+    outputs: tuple[Output, ...]
+
+
+class Stats(msgspec.Struct, frozen=True, tag="stats"):
+    """The answer to `GetStats`."""
+
+    ticket: int
+    stats: EngineStats
+
+
+Command = Submit | Abort | GetStats | Shutdown
+Event = Ready | Loading | Failed | Outputs | Stats

@@ -1,0 +1,171 @@
+"""One decoder for every family in the table: a `DecoderSpec` and packed weights become a recorded Program.
+
+A layer is norm, q/k/v, rope + KV store, attend, o; norm, gate/up, activation, down. What differs between families is in
+the spec, or shows in the tensors that are there (biases, query and key norms, a separate head).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...kernels import registry
+from ...kernels.formats import WeightFormat
+from ...kernels.ops import (
+    Act,
+    ActMulArgs,
+    AttendArgs,
+    Batch,
+    EmbedArgs,
+    F32Array,
+    KVLayer,
+    LinearArgs,
+    NormArgs,
+    Op,
+    PackedWeight,
+    Program,
+    RopeStoreArgs,
+    make_act,
+    make_rows,
+)
+from .arch import DecoderSpec
+from .rope import rope_tables
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The most rows, rows with logits and positions that the buffers are made for, and the threads that use them."""
+
+    max_rows: int
+    max_logit_rows: int
+    max_positions: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decoder:
+    """`program.replay()` computes `logits` [max_logit_rows, vocabulary padded to panels] for the rows in the batch."""
+
+    program: Program
+    ops: tuple[Op, ...]
+    logits: F32Array
+    hidden: F32Array
+
+
+def build_decoder(
+    spec: DecoderSpec,
+    weights: Mapping[str, PackedWeight],
+    vectors: Mapping[str, F32Array],
+    batch: Batch,
+    kv: Mapping[int, KVLayer],
+    limits: Limits,
+    kernels: str,
+) -> Decoder:
+    """Bind every op of the decoder to its weights and buffers, in the order in which they run.
+
+    weights, vectors   by Hugging Face tensor name; vectors are norms and biases
+    kv                 each layer's view of its KV group's arena
+
+    Raises NoKernel when an op has no kernel for its formats.
+    """
+    return _Builder(spec, weights, vectors, batch, kv, limits, kernels).build()
+
+
+class _Builder:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: Mapping[str, PackedWeight],
+        vectors: Mapping[str, F32Array],
+        batch: Batch,
+        kv: Mapping[int, KVLayer],
+        limits: Limits,
+        kernels: str,
+    ) -> None:
+        self.spec, self.weights, self.vectors = spec, weights, vectors
+        self.batch, self.kv, self.limits, self.kernels = batch, kv, limits, kernels
+        self.ops: list[Op] = []
+        self.acts: dict[tuple[str, tuple[WeightFormat, ...]], Act] = {}
+        self.buffers: dict[str, F32Array] = {}
+
+    def build(self) -> Decoder:
+        spec, rows = self.spec, self.limits.max_rows
+        embedding = self.weights["model.embed_tokens.weight"]
+        head = self.weights.get("lm_head.weight", embedding)
+        hidden = make_rows(spec.hidden_size, rows)
+        self.add("embed", EmbedArgs(self.batch, embedding, hidden))
+        cos, sin = rope_tables(spec, self.limits.max_positions)
+        for layer in range(spec.num_layers):
+            self.attention(layer, hidden, cos, sin)
+            self.feed_forward(layer, hidden)
+        logits = make_rows(spec.vocab_size, self.limits.max_logit_rows)
+        act = make_act(spec.hidden_size, self.limits.max_logit_rows, self.limits.threads, (head.format,))
+        self.norm("model.norm", hidden, act, logit_rows_only=True)
+        self.add("linear", LinearArgs(self.batch, act, head, None, logits, False, True))
+        program = registry.record(self.ops, self.batch, kernels=self.kernels)
+        return Decoder(program, tuple(self.ops), logits, hidden)
+
+    def attention(self, layer: int, hidden: F32Array, cos: F32Array, sin: F32Array) -> None:
+        spec, name, kv = self.spec, f"model.layers.{layer}.self_attn", self.kv[layer]
+        q, k, v = (self.rows(part, n) for part, n in zip("qkv", self.qkv_widths(), strict=True))
+        inputs = self.act("attention input", spec.hidden_size, [f"{name}.{part}_proj" for part in "qkv"])
+        self.norm(f"model.layers.{layer}.input_layernorm", hidden, inputs)
+        for part, out in zip("qkv", (q, k, v), strict=True):
+            self.linear(f"{name}.{part}_proj", inputs, out)
+        self.add(
+            "rope_store",
+            RopeStoreArgs(
+                self.batch, q, k, v,
+                self.vectors.get(f"{name}.q_norm.weight"), self.vectors.get(f"{name}.k_norm.weight"), spec.norm_eps,
+                cos, sin, spec.num_heads, spec.head_dim**-0.5, kv,
+            ),
+        )  # fmt: skip
+        mixed = self.act("attention output", spec.num_heads * spec.head_dim, [f"{name}.o_proj"])
+        window = spec.windows[layer] if spec.windows else 0
+        positions = self.limits.max_positions
+        self.add("attend", AttendArgs(self.batch, q, spec.num_heads, kv, window, positions, mixed))
+        self.linear(f"{name}.o_proj", mixed, hidden, add=True)
+
+    def feed_forward(self, layer: int, hidden: F32Array) -> None:
+        spec, name = self.spec, f"model.layers.{layer}.mlp"
+        inputs = self.act("ffn input", spec.hidden_size, [f"{name}.gate_proj", f"{name}.up_proj"])
+        gate, up = self.rows("gate", spec.ffn_size), self.rows("up", spec.ffn_size)
+        self.norm(f"model.layers.{layer}.post_attention_layernorm", hidden, inputs)
+        self.linear(f"{name}.gate_proj", inputs, gate)
+        self.linear(f"{name}.up_proj", inputs, up)
+        product = self.act("ffn product", spec.ffn_size, [f"{name}.down_proj"])
+        self.add("act_mul", ActMulArgs(self.batch, gate, up, spec.activation, product))
+        self.linear(f"{name}.down_proj", product, hidden, add=True)
+
+    def qkv_widths(self) -> tuple[int, int, int]:
+        spec = self.spec
+        return spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+
+    def act(self, role: str, width: int, consumers: Sequence[str]) -> Act:
+        """The role's buffers, shared by all layers whose consumers have the same formats."""
+        formats = tuple(self.weights[f"{name}.weight"].format for name in consumers)
+        key = role, formats
+        if key not in self.acts:
+            self.acts[key] = make_act(width, self.limits.max_rows, self.limits.threads, formats)
+        return self.acts[key]
+
+    def rows(self, role: str, width: int) -> F32Array:
+        """The role's plain rows, shared by all layers."""
+        if role not in self.buffers:
+            self.buffers[role] = make_rows(width, self.limits.max_rows)
+        return self.buffers[role]
+
+    def norm(self, name: str, x: F32Array, act: Act, *, logit_rows_only: bool = False) -> None:
+        weight = self.vectors[f"{name}.weight"]
+        self.add("norm", NormArgs(self.batch, x, weight, self.spec.norm_eps, act, logit_rows_only))
+
+    def linear(self, name: str, act: Act, out: F32Array, *, add: bool = False) -> None:
+        bias = self.vectors.get(f"{name}.bias")
+        if bias is not None:
+            bias = np.pad(bias, (0, -len(bias) % 16))
+        self.add("linear", LinearArgs(self.batch, act, self.weights[f"{name}.weight"], bias, out, add, False))
+
+    def add(self, op: str, args: object) -> None:
+        self.ops.extend(registry.bind(op, args, kernels=self.kernels))

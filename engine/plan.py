@@ -1,0 +1,77 @@
+"""`Plan`: what will run, resolved once from what was asked, the model and the machine.
+
+Every choice that can change a bit of a result is in here, and `fingerprint` is the hash of all of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from ..kernels import registry
+from ..kernels.device import cpu_device, default_threads
+from .budget import MemoryBudget, memory_budget
+from .config import EngineConfig
+from .load.packed import PackedModel
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """A resolved EngineConfig. `max_logit_rows` bounds the rows that get logits in one step."""
+
+    model: str
+    digest: str
+    isa: str
+    bits: str
+    kernels: str
+    threads: int
+    weight_formats: tuple[str, ...]
+    kv_format: str
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_logit_rows: int
+    enable_prefix_caching: bool
+    scheduling_policy: str
+    async_depth: int
+
+    @property
+    def fingerprint(self) -> str:
+        """Two engines with the same fingerprint give the same bits."""
+        same_bits = (self.digest, self.isa, self.bits, self.weight_formats, self.kv_format, registry.build_id())
+        return "llmctl-" + hashlib.sha256(msgspec.json.encode(same_bits)).hexdigest()[:16]
+
+
+def resolve(config: EngineConfig, model: PackedModel) -> tuple[Plan, MemoryBudget]:
+    """The plan for this model on this machine, and the memory budget that sized its KV pool.
+
+    Raises UsageError for options that contradict the model, CapacityError when it does not fit.
+    """
+    config.check()
+    threads = config.threads or default_threads()
+    weight_bytes = sum(weight.data.nbytes for weight in model.weights.values())
+    formats = tuple(sorted({weight.format.name for weight in model.weights.values()}))
+    budget = memory_budget(model.spec, weight_bytes, formats, config, cpu_device().memory_available)
+    isa, bits = registry.configure(config.kernels, threads)
+    plan = Plan(
+        model=model.name,
+        digest=model.digest,
+        isa=isa,
+        bits=bits,
+        kernels=config.kernels,
+        threads=threads,
+        weight_formats=formats,
+        kv_format=budget.kv_format,
+        block_size=config.block_size,
+        num_blocks=budget.num_blocks,
+        max_model_len=budget.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_logit_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
+        enable_prefix_caching=config.enable_prefix_caching,
+        scheduling_policy=config.scheduling_policy,
+        async_depth=config.async_depth,
+    )
+    return plan, budget

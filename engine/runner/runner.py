@@ -1,0 +1,100 @@
+"""Runs Steps on one device: per-slot state, the batch, the recorded program, the sampler.
+
+The runner is driven by Steps alone. The same sequence of encoded Steps gives the same results here, in another process
+or from a recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+
+import msgspec
+
+from ...kernels.formats import KVFormat
+from ...kernels.ops import make_batch
+from ..load.packed import PackedModel
+from ..models.decoder import Limits, build_decoder
+from ..engine import Pending, StepRunner
+from ..plan import Plan
+from ..sample.sampler import Sampler
+from ..sample.slots import make_slots
+from ..schedule.step import Step, StepResult
+from .cache import KVGroup, allocate
+from .inputs import apply_deltas, fill_batch
+
+
+class Runner:
+    """A model, its KV arenas and the state of every slot."""
+
+    def __init__(self, model: PackedModel, plan: Plan) -> None:
+        spec = model.spec
+        group = KVGroup(
+            "full", tuple(range(spec.num_layers)), plan.block_size, spec.num_kv_heads, spec.head_dim,
+            KVFormat(plan.kv_format),
+        )  # fmt: skip
+        self.groups = (allocate(0, group, plan.num_blocks, plan.kernels),)
+        max_blocks = -(-plan.max_model_len // plan.block_size)
+        self._slots = make_slots(plan.max_num_seqs, plan.max_model_len, (max_blocks,))
+        self._batch = make_batch(
+            plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_logit_rows, self._slots.tables
+        )
+        self.decoder = build_decoder(
+            spec,
+            model.weights,
+            model.vectors,
+            self._batch,
+            {layer: kv for cache in self.groups for layer, kv in cache.layers.items()},
+            Limits(plan.max_num_batched_tokens, plan.max_logit_rows, plan.max_model_len, plan.threads),
+            plan.kernels,
+        )
+        self._sampler = Sampler(self.decoder.logits, spec.vocab_size, self._slots, plan.kernels)
+        self._worker = ThreadPoolExecutor(1, "llmctl-runner") if plan.async_depth > 1 else None
+
+    def submit(self, step: Step) -> Pending:
+        """Start the step; steps run one after the other in the order of submission."""
+        if self._worker is not None:
+            return self._worker.submit(self.execute, step)
+        done: Future[StepResult] = Future()
+        done.set_result(self.execute(step))
+        return done
+
+    def execute(self, step: Step) -> StepResult:
+        """Apply the step's deltas, compute its chunks, sample."""
+        apply_deltas(self._slots, step)
+        for copy in step.copies:
+            self.groups[copy.group].copy(copy.source, copy.target, copy.tokens)
+        if not step.chunks:
+            return StepResult(step.index)
+        fill_batch(self._batch, self._slots, step.chunks)
+        self.decoder.program.replay()
+        return StepResult(step.index, self._sampler.sample(step.chunks))
+
+    def close(self) -> None:
+        """Wait for what was submitted and stop the worker thread."""
+        if self._worker is not None:
+            self._worker.shutdown()
+
+
+class RecordingRunner:
+    """A runner that also hands every Step, encoded, to `sink` before it runs."""
+
+    def __init__(self, runner: StepRunner, sink: Callable[[bytes], None]) -> None:
+        self._runner, self._sink = runner, sink
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def submit(self, step: Step) -> Pending:
+        """Record and start the step."""
+        self._sink(self._encoder.encode(step))
+        return self._runner.submit(step)
+
+    def close(self) -> None:
+        """Close the runner that does the work."""
+        self._runner.close()
+
+
+def replay(runner: Runner, recording: list[bytes]) -> list[StepResult]:
+    """The results of recorded Steps on this runner."""
+    decoder = msgspec.msgpack.Decoder(Step)
+    return [runner.execute(decoder.decode(step)) for step in recording]
