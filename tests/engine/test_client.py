@@ -1,0 +1,113 @@
+"""Engines behind a client: in this process and in another, healthy and dying."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from llmctl.engine.client import ProcessClient
+from llmctl.engine.llm import LLM
+from llmctl.engine.request import FinishReason, Output, SamplingParams
+from llmctl.kernels.errors import CapacityError, EngineDead, LlmctlError, UsageError
+
+from .tiny import write_checkpoint
+
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+OPTIONS = {"max_model_len": 256, "num_gpu_blocks_override": 40}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_checkpoint(tmp_path_factory.mktemp("tiny"), "llama"))
+
+
+@pytest.fixture(params=[False, True], ids=["thread", "process"])
+def llm(request: pytest.FixtureRequest, folder: str) -> Iterator[LLM]:
+    with LLM(folder, process=request.param, **OPTIONS) as llm:
+        yield llm
+
+
+def test_closing_a_stream_frees_every_block_at_once(llm: LLM) -> None:
+    stream = llm.frontend.stream([5] * 50, LONG)
+    next(stream)
+    assert llm.frontend.stats().running == 1
+    stream.close()
+    stats = llm.frontend.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
+
+
+def test_a_prompt_longer_than_the_context_is_refused_and_the_next_one_runs(llm: LLM) -> None:
+    with pytest.raises(CapacityError, match="300 tokens, the context holds 256") as refused:
+        llm.generate([[5] * 300])
+    assert "45 tokens" in refused.value.hint
+    assert llm.generate([[5] * 10], SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].finish_reason == "length"
+
+
+def test_a_request_id_in_use_is_refused(llm: LLM) -> None:
+    stream = llm.frontend.stream([5] * 5, LONG, request_id="mine")
+    next(stream)
+    with pytest.raises(UsageError, match="`mine` is in use"):
+        llm.frontend.stream([5] * 5, LONG, request_id="mine")
+    stream.close()
+
+
+def test_one_of_n_sequences_can_be_ended_alone(llm: LLM) -> None:
+    sampling = SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=40, ignore_eos=True)
+    request = llm.frontend.request([5] * 20, sampling)
+    outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    llm.frontend.client.submit(request, outputs.put)
+    llm.frontend.client.abort(request.id, 1)
+    ends: dict[int, FinishReason] = {}
+    while len(ends) < 3:
+        output = outputs.get()
+        if output.finish is not None:
+            ends[output.index] = output.finish
+    assert ends == {0: FinishReason.LENGTH, 1: FinishReason.ABORT, 2: FinishReason.LENGTH}
+
+
+def test_a_closed_engine_refuses_requests_and_ends_open_ones(folder: str) -> None:
+    llm = LLM(folder, **OPTIONS)
+    stream = llm.frontend.stream([5] * 50, LONG)
+    next(stream)
+    llm.close()
+    last = list(stream)[-1]
+    assert last.finish in (FinishReason.ERROR, FinishReason.LENGTH)
+    with pytest.raises(EngineDead, match="closed"):
+        llm.frontend.stream([5], LONG)
+
+
+def test_a_killed_engine_process_fails_open_requests_and_says_so(folder: str) -> None:
+    with LLM(folder, process=True, **OPTIONS) as llm:
+        assert isinstance(llm.frontend.client, ProcessClient)
+        stream = llm.frontend.stream([5] * 50, LONG)
+        next(stream)
+        os.kill(llm.frontend.client.pid, signal.SIGKILL)
+        last = list(stream)[-1]
+        assert last.finish is FinishReason.ERROR and "exit code -9" in last.error
+        with pytest.raises(EngineDead, match="exit code -9"):
+            llm.generate([[5]])
+
+
+def test_an_engine_process_that_cannot_load_raises_the_same_error_as_a_thread(tmp_path: object) -> None:
+    errors = []
+    for process in (False, True):
+        with pytest.raises(LlmctlError) as raised:
+            LLM(str(tmp_path), process=process)
+        errors.append((type(raised.value), raised.value.message, raised.value.hint))
+    assert errors[0] == errors[1]
+
+
+def test_outputs_of_an_earlier_epoch_or_of_an_ended_sequence_are_dropped(folder: str) -> None:
+    with LLM(folder, **OPTIONS) as llm:
+        client = llm.frontend.client
+        request = llm.frontend.request([5] * 4, LONG)
+        seen: list[Output] = []
+        client._open.add(request, seen.append)  # type: ignore[attr-defined]
+        old = Output(request_id=request.id, index=0, epoch=client.info.epoch - 1, first=0, tokens=(1,))
+        client._open.deliver([old])  # type: ignore[attr-defined]
+        assert seen == []

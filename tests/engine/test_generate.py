@@ -1,0 +1,113 @@
+"""What `LLM.generate` gives: text, stops, n, logprobs, the prefix cache, errors of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from llmctl import LLM, SamplingParams
+from llmctl.engine.request import FinishReason
+from llmctl.kernels.errors import CapacityError, UsageError
+
+from .tiny import write_checkpoint
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = write_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen2")
+    with LLM(str(folder), max_model_len=256, num_gpu_blocks_override=60, block_size=16) as llm:
+        yield llm
+
+
+def with_changes(sampling: SamplingParams, **changes: object) -> SamplingParams:
+    import msgspec
+
+    return msgspec.structs.replace(sampling, **changes)
+
+
+def test_text_is_what_the_tokenizer_decodes(llm: LLM) -> None:
+    one = llm.generate("hello", GREEDY)[0].outputs[0]
+    assert one.text == llm.get_tokenizer().decode(list(one.token_ids))
+    assert len(one.token_ids) == 24 and one.finish_reason is FinishReason.LENGTH
+
+
+def test_a_stop_string_ends_the_text_before_it_and_counts_tokens_up_to_it(llm: LLM) -> None:
+    free = llm.generate("hello", GREEDY)[0].outputs[0]
+    stop = free.text[6:9]
+    place = free.text.find(stop)
+    one = llm.generate("hello", with_changes(GREEDY, stop=(stop,)))[0].outputs[0]
+    assert one.text == free.text[:place] and one.finish_reason is FinishReason.STOP
+    assert one.token_ids == free.token_ids[: len(one.token_ids)]
+    assert stop in llm.get_tokenizer().decode(list(one.token_ids))
+    kept = llm.generate("hello", with_changes(GREEDY, stop=(stop,), include_stop_str_in_output=True))[0].outputs[0]
+    assert kept.text == free.text[:place] + stop
+
+
+def test_a_stop_token_ends_the_sequence_and_min_tokens_puts_it_off(llm: LLM) -> None:
+    free = llm.generate("hello", GREEDY)[0].outputs[0]
+    token = free.token_ids[5]
+    place = free.token_ids.index(token)
+    one = llm.generate("hello", with_changes(GREEDY, stop_token_ids=(token,)))[0].outputs[0]
+    assert one.token_ids == free.token_ids[: place + 1] and one.finish_reason is FinishReason.STOP
+    later = llm.generate("hello", with_changes(GREEDY, stop_token_ids=(token,), min_tokens=12))[0].outputs[0]
+    assert token not in later.token_ids[:12] and len(later.token_ids) > 12
+
+
+def test_n_samples_differ_are_reproducible_and_share_the_prompt(llm: LLM) -> None:
+    sampling = SamplingParams(n=4, temperature=1.0, seed=9, max_tokens=16, ignore_eos=True)
+    first = llm.generate("a prompt of some length for four samples", sampling)[0]
+    again = llm.generate("a prompt of some length for four samples", sampling)[0]
+    assert len({one.token_ids for one in first.outputs}) == 4
+    assert [one.token_ids for one in first.outputs] == [one.token_ids for one in again.outputs]
+
+
+def test_logprobs_have_one_entry_per_token_best_first(llm: LLM) -> None:
+    one = llm.generate("hello", with_changes(GREEDY, logprobs=5))[0].outputs[0]
+    assert one.logprobs is not None and len(one.logprobs) == len(one.token_ids)
+    for token, entry in zip(one.token_ids, one.logprobs, strict=True):
+        assert entry.top_ids[0] == token and entry.top_logprobs[0] == entry.logprob
+        assert list(entry.top_logprobs) == sorted(entry.top_logprobs, reverse=True) and len(entry.top_ids) == 5
+    assert one.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in one.logprobs))
+
+
+def test_a_second_turn_computes_only_what_is_new(llm: LLM) -> None:
+    first = llm.generate([list(range(40, 90))], GREEDY)[0]
+    history = [*first.prompt_token_ids, *first.outputs[0].token_ids]
+    second = llm.generate([[*history, 7, 8, 9]], GREEDY)[0]
+    assert second.num_cached_tokens == len(history) - 1  # the KV of the last sampled token never existed
+
+
+def test_logit_bias_and_banned_tokens_are_obeyed(llm: LLM) -> None:
+    free = llm.generate("hello", GREEDY)[0].outputs[0]
+    banned = llm.generate("hello", with_changes(GREEDY, logit_bias={free.token_ids[0]: -100.0}))[0].outputs[0]
+    assert banned.token_ids[0] != free.token_ids[0]
+    forced = llm.generate("hello", with_changes(GREEDY, logit_bias={100: 100.0}))[0].outputs[0]
+    assert set(forced.token_ids) == {100}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": -1.0}, "`temperature` is -1.0"),
+        ({"top_p": 0.0}, "`top_p` is 0"),
+        ({"n": 0}, "`n` is 0"),
+        ({"n": 100000}, "`n` is 100000"),
+        ({"stop": ("",)}, "empty string"),
+        ({"stop_token_ids": (99999,)}, "99999"),
+        ({"logprobs": 21}, "`logprobs` is 21"),
+        ({"temperature": float("nan")}, "`temperature` is nan"),
+    ],
+)
+def test_a_sampling_value_that_cannot_work_is_refused_with_its_limit(
+    llm: LLM, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message.replace("(", r"\(")):
+        llm.generate("hello", with_changes(GREEDY, **changes))
+
+
+def test_max_tokens_beyond_the_context_is_refused_and_not_cut(llm: LLM) -> None:
+    with pytest.raises(CapacityError, match="do not fit the context of 256"):
+        llm.generate([[5] * 200], with_changes(GREEDY, max_tokens=100))

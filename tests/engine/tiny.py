@@ -1,0 +1,77 @@
+"""Tiny random checkpoints of every family, written by transformers, for tests to load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+VOCAB = 304
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES: dict[str, transformers.PretrainedConfig] = {
+    "llama": transformers.LlamaConfig(**SHAPE, tie_word_embeddings=False),
+    "llama-tied-bias": transformers.LlamaConfig(**SHAPE, tie_word_embeddings=True, attention_bias=True),
+    "llama3-rope": transformers.LlamaConfig(**SHAPE, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
+    "mistral": transformers.MistralConfig(**SHAPE, sliding_window=24, head_dim=16),
+    "qwen2": transformers.Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen2-window": transformers.Qwen2Config(
+        **SHAPE, use_sliding_window=True, sliding_window=24, max_window_layers=1, tie_word_embeddings=False
+    ),
+    "qwen3": transformers.Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=False),
+}
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer without merges: one token per byte, three special tokens in front."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*SPECIAL, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|endoftext|>", eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+
+
+def write_checkpoint(folder: Path, family: str, seed: int = 7, dtype: torch.dtype = torch.float32) -> Path:
+    """A random model of this family with every tensor away from its trivial value (norms and biases too)."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.copy_(torch.randn_like(parameter) * 0.2 + (0.0 if name.endswith("bias") else 1.0))
+            else:
+                parameter.copy_(torch.randn_like(parameter) * 0.15)
+    model.to(dtype).save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
