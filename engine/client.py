@@ -168,7 +168,9 @@ class LocalClient:
         reason = EngineDead("the engine was closed")
         try:
             run_loop(self._engine, self.info.epoch, self._inbox, self._emit)
-        except Exception as error:  # the one place where a bug in the core surfaces: every open request must learn of it
+        except (
+            Exception
+        ) as error:  # the one place where a bug in the core surfaces: every open request must learn of it
             log.exception("the engine stopped")
             reason = EngineDead(f"the engine stopped: {type(error).__name__}: {error}")
         finally:

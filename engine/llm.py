@@ -193,7 +193,9 @@ class _Collector:
             text = "".join(self._texts[index])
             tokens = tuple(self._tokens[index])
             error = self._errors[index]
-            completions.append(CompletionOutput(index, text, tokens, total, logprobs if wanted else None, finish, error))
+            completions.append(
+                CompletionOutput(index, text, tokens, total, logprobs if wanted else None, finish, error)
+            )
         return RequestOutput(self._request.id, prompt, self._request.prompt, tuple(completions), self._cached)
 
 

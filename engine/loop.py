@@ -44,7 +44,9 @@ def _submit(engine: Engine, epoch: int, request: Request, emit: Emit) -> None:
     except LlmctlError as error:
         text = error.message + (f" ({error.hint})" if error.hint else "")
         outputs = tuple(
-            Output(request_id=request.id, index=i, epoch=epoch, first=0, tokens=(), finish=FinishReason.ERROR, error=text)
+            Output(
+                request_id=request.id, index=i, epoch=epoch, first=0, tokens=(), finish=FinishReason.ERROR, error=text
+            )
             for i in range(request.sampling.n)
         )
         _emit_outputs(outputs, emit)

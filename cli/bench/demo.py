@@ -115,7 +115,12 @@ def run(source: Source, dtypes: Sequence[str], rounds: int, prompt: int, answer:
         for name, measured in rows.items()
     }
     settings = {"prompt_tokens": prompt, "answer_tokens": answer, "batch": batch, "rounds": rounds}
-    return {"model": source.name, "settings": settings, "median": medians, "rounds": {n: r[1:] for n, r in rows.items()}}
+    return {
+        "model": source.name,
+        "settings": settings,
+        "median": medians,
+        "rounds": {n: r[1:] for n, r in rows.items()},
+    }
 
 
 def main() -> None:

@@ -167,5 +167,5 @@ class _Builder:
             bias = np.pad(bias, (0, -len(bias) % 16))
         self.add("linear", LinearArgs(self.batch, act, self.weights[f"{name}.weight"], bias, out, add, False))
 
-    def add(self, op: str, args: object) -> None:
+    def add(self, op: str, args: registry.StepArgs) -> None:
         self.ops.extend(registry.bind(op, args, kernels=self.kernels))

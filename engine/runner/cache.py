@@ -58,7 +58,8 @@ def allocate(index: int, group: KVGroup, num_blocks: int, kernels: str) -> Group
         )
         for place, layer in enumerate(group.layers)
     }  # fmt: skip
-    copy = registry.bind_kv_copy(
+    copy = registry.bind(
+        "kv_copy",
         KVCopyArgs(
             arena, stride, len(group.layers), group.block_size, group.num_kv_heads, group.head_dim, group.format
         ),

@@ -34,7 +34,7 @@ class Sampler:
             np.zeros((rows, MAX_TOP), np.float32),
             np.zeros(rows, np.uint8),
         )
-        self._sample = registry.bind_sample(self._args, kernels=kernels)
+        self._sample = registry.bind("sample", self._args, kernels=kernels)
 
     def sample(self, chunks: tuple[Chunk, ...]) -> tuple[ChunkResult, ...]:
         """One result per chunk, in order."""

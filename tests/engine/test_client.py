@@ -45,7 +45,9 @@ def test_a_prompt_longer_than_the_context_is_refused_and_the_next_one_runs(llm: 
     with pytest.raises(CapacityError, match="300 tokens, the context holds 256") as refused:
         llm.generate([[5] * 300])
     assert "45 tokens" in refused.value.hint
-    assert llm.generate([[5] * 10], SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].finish_reason == "length"
+    assert (
+        llm.generate([[5] * 10], SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].finish_reason == "length"
+    )
 
 
 def test_a_request_id_in_use_is_refused(llm: LLM) -> None:

@@ -61,7 +61,9 @@ def tokens_of(outputs: list[Output]) -> list[int]:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_row_with_nan_fails_that_request_alone_and_its_blocks_are_not_reused_as_prefix(folder: str, depth: int) -> None:
+def test_a_row_with_nan_fails_that_request_alone_and_its_blocks_are_not_reused_as_prefix(
+    folder: str, depth: int
+) -> None:
     calm = make_engine(folder)
     calm.add(make_request("good", [9, 8, 7, 6, 5]))
     expected = tokens_of(drain(calm)["good"])
