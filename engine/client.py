@@ -26,7 +26,19 @@ from .config import EngineConfig
 from .engine import Engine
 from .loop import run_loop
 from .messages import (
-    Abort, Command, EngineInfo, EngineStats, Event, Failed, GetStats, Loading, Outputs, Ready, Shutdown, Stats, Submit,
+    Abort,
+    Command,
+    EngineInfo,
+    EngineStats,
+    Event,
+    Failed,
+    GetStats,
+    Loading,
+    Outputs,
+    Ready,
+    Shutdown,
+    Stats,
+    Submit,
 )  # fmt: skip
 from .request import FinishReason, Output, Request
 
@@ -279,7 +291,7 @@ class ProcessClient:
                     raise _rebuild(failed)
 
     def _run(self) -> None:
-        """The only thread that touches the engine's socket: carries commands out and events in until either side ends."""
+        """The only thread that touches the engine's socket: carries commands out and events in until one side ends."""
         reason = EngineDead("the engine was closed")
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)

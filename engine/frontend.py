@@ -34,7 +34,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """New text of sequence `index`, and the tokens that made it. The last one of a sequence has `finish` and `usage`."""
+    """New text of sequence `index`, and the tokens that made it. A sequence's last one has `finish` and `usage`."""
 
     index: int
     text: str
@@ -125,7 +125,7 @@ class Frontend:
     def stream(
         self, prompt: str | Sequence[int], sampling: SamplingParams, *, request_id: str | None = None
     ) -> Iterator[TextDelta]:
-        """Text as it is generated, for all n sequences, until each has ended. Closing the iterator aborts the request."""
+        """Text as it is generated, for all n sequences, until each has ended. Closing the iterator aborts them."""
         request = self.request(prompt, sampling, request_id=request_id)
         outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
         assembler = TextAssembler(request, self.tokenizer)

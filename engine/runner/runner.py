@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-
 import msgspec
 
 from ...kernels.formats import KVFormat
 from ...kernels.ops import make_batch
+from ..engine import Pending, StepRunner
 from ..load.packed import PackedModel
 from ..models.decoder import Limits, build_decoder
-from ..engine import Pending, StepRunner
 from ..plan import Plan
 from ..sample.sampler import Sampler
 from ..sample.slots import make_slots

@@ -11,7 +11,7 @@ GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, -1)
 
 
 def forced_logits(runner: Runner, tokens: list[int], vocab_size: int, chunk: int, block_size: int) -> np.ndarray:
-    """Logits [len(tokens), vocab] at every position, computed in chunks of at most `chunk` tokens, then slot 0 dropped."""
+    """Logits [len(tokens), vocab] at every position, computed in chunks of at most `chunk` tokens in slot 0."""
     packed = np.array(tokens, "<i4").tobytes()
     blocks = tuple(range(-(-len(tokens) // block_size)))
     rows = []
