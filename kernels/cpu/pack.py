@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import UsageError
 from ..formats import FLOAT_BYTES, WeightFormat
@@ -59,15 +58,46 @@ def pack(
     n, k = data.shape
     out = np.zeros(packed_bytes(format, n, k), np.uint8)
     if format.is_float:
-        words = _float_words(format, out, k)
-        bits = data.view(words.dtype)
-        for rows, panels in _chunks(n, k):
-            block = _padded(bits[rows]).reshape(-1, PANEL, k)
-            if format.kind == "bf16":
-                block = block.reshape(-1, 2, PANEL // 2, k).transpose(0, 2, 1, 3).reshape(-1, PANEL, k)
-            words[panels] = block.transpose(0, 2, 1)
-        return out
-    assert scales is not None and (zeros is not None) == (format.zero != "none"), format.name
+        _pack_floats(format, data, out)
+    else:
+        assert scales is not None and (zeros is not None) == (format.zero != "none"), format.name
+        _pack_groups(format, data, scales, zeros, out)
+    return out
+
+
+def unpack(weight: PackedWeight) -> tuple[AnyArray, AnyArray | None, AnyArray | None]:
+    """Exactly the (data, scales, zeros) that `pack` was given. bfloat16 comes as its bits in uint16."""
+    size = packed_bytes(weight.format, weight.n, weight.k)
+    assert weight.data.size == size, (weight.data.size, size, weight.format.name, weight.n, weight.k)
+    if weight.format.is_float:
+        return _unpack_floats(weight), None, None
+    return _unpack_groups(weight)
+
+
+def _pack_floats(format: WeightFormat, data: AnyArray, out: U8Array) -> None:
+    n, k = data.shape
+    words = _float_words(format, out, k)
+    for rows, panels in _chunks(n, k):
+        block = _padded(data[rows]).view(words.dtype).reshape(-1, PANEL, k)
+        if format.kind == "bf16":
+            block = block.reshape(-1, 2, PANEL // 2, k).transpose(0, 2, 1, 3).reshape(-1, PANEL, k)
+        words[panels] = block.transpose(0, 2, 1)
+
+
+def _unpack_floats(weight: PackedWeight) -> AnyArray:
+    format, n, k = weight.format, weight.n, weight.k
+    words = _float_words(format, weight.data, k)
+    bits = np.empty((n, k), words.dtype)
+    for rows, panels in _chunks(n, k):
+        block = words[panels].transpose(0, 2, 1)
+        if format.kind == "bf16":
+            block = block.reshape(-1, PANEL // 2, 2, k).transpose(0, 2, 1, 3)
+        bits[rows] = block.reshape(-1, k)[: rows.stop - rows.start]
+    return bits.view({"f32": np.float32, "f16": np.float16, "bf16": np.uint16}[format.kind])
+
+
+def _pack_groups(format: WeightFormat, data: AnyArray, scales: AnyArray, zeros: AnyArray | None, out: U8Array) -> None:
+    n, k = data.shape
     groups = k // format.group
     records = out.view(_group_record(format)).reshape(-1, groups)
     for rows, panels in _chunks(n, k):
@@ -77,22 +107,10 @@ def pack(
             block["zeros"] = _padded(zeros[rows]).reshape(-1, PANEL, groups).transpose(0, 2, 1)
         words = _code_words(format, _padded(data[rows])).reshape(-1, PANEL, groups, block["codes"].shape[2])
         block["codes"] = words.transpose(0, 2, 3, 1)
-    return out
 
 
-def unpack(weight: PackedWeight) -> tuple[AnyArray, AnyArray | None, AnyArray | None]:
-    """Exactly the (data, scales, zeros) that `pack` was given. bfloat16 comes as its bits in uint16."""
+def _unpack_groups(weight: PackedWeight) -> tuple[AnyArray, AnyArray, AnyArray | None]:
     format, n, k = weight.format, weight.n, weight.k
-    assert weight.data.size == packed_bytes(format, n, k), (weight.data.size, format.name, n, k)
-    if format.is_float:
-        words = _float_words(format, weight.data, k)
-        bits = np.empty((n, k), words.dtype)
-        for rows, panels in _chunks(n, k):
-            block = words[panels].transpose(0, 2, 1)
-            if format.kind == "bf16":
-                block = block.reshape(-1, PANEL // 2, 2, k).transpose(0, 2, 1, 3)
-            bits[rows] = block.reshape(-1, k)[: rows.stop - rows.start]
-        return bits.view({"f32": np.float32, "f16": np.float16, "bf16": np.uint16}[format.kind]), None, None
     groups = k // format.group
     records = weight.data.view(_group_record(format)).reshape(-1, groups)
     data: AnyArray = np.empty((n, k), np.int8 if format.kind == "int8" else np.uint8)
@@ -125,7 +143,7 @@ def _code_words(format: WeightFormat, codes: AnyArray) -> AnyArray:
     """Codes [n, k] as words that run along k: 2 int8 codes in 16 bits, or 8 int4 codes in 32."""
     if format.kind == "int8":
         return codes.view(np.uint16)
-    halves = codes.reshape(codes.shape[0], -1, 2, 4)
+    halves: U8Array = codes.view(np.uint8).reshape(codes.shape[0], -1, 2, 4)
     joined: U8Array = halves[:, :, 0] | (halves[:, :, 1] << np.uint8(4))
     return joined.reshape(codes.shape[0], -1).view(np.uint32)
 
@@ -139,9 +157,10 @@ def _codes(format: WeightFormat, words: AnyArray) -> AnyArray:
     return np.concatenate((joined & np.uint8(15), joined >> np.uint8(4)), axis=-2)
 
 
-def _float_words(format: WeightFormat, data: U8Array, k: int) -> npt.NDArray[np.unsignedinteger[npt.NBitBase]]:
+def _float_words(format: WeightFormat, data: U8Array, k: int) -> AnyArray:
     """A view of packed floats as unsigned words [panels, k, 16]: bits move as they are, NaN payloads too."""
-    return data.view(np.uint32 if format.kind == "f32" else np.uint16).reshape(-1, k, PANEL)
+    words: AnyArray = data.view(np.uint32 if format.kind == "f32" else np.uint16)
+    return words.reshape(-1, k, PANEL)
 
 
 def _chunks(n: int, k: int) -> Iterator[tuple[slice, slice]]:
