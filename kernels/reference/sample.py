@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..ops import MAX_TOP, AnyArray, F32Array, I32Array, SampleArgs
+from ..ops import MAX_TOP, F32Array, I32Array, SampleArgs
 from .philox import gumbel, token_words
 
 BoolArray = npt.NDArray[np.bool_]
+Record = np.void  # one SAMPLE_ROW
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class Sample:
             self._sample(row)
 
     def _sample(self, row: int) -> None:
-        args, params = self.args, self.args.rows[row]
+        args = self.args
+        params: Record = args.rows[row]
         logits = args.logits[row, : args.vocab_size]
         args.token[row], args.logprob[row] = -1, 0
         args.top_ids[row], args.top_logprobs[row] = -1, -np.inf
@@ -61,7 +63,7 @@ def log_softmax(logits: F32Array) -> npt.NDArray[np.float64]:
     return logprobs
 
 
-def adjusted(logits: F32Array, params: AnyArray) -> F32Array:
+def adjusted(logits: F32Array, params: Record) -> F32Array:
     """Scores after penalties and bias, in float32."""
     scores = logits.copy()
     tokens = _int32_at(int(params["tokens"]), int(params["length"]))
@@ -98,14 +100,15 @@ def truncated(scores: F32Array, top_k: int, top_p: float, min_p: float) -> BoolA
 
 def _descending(scores: F32Array) -> I32Array:
     """Ids by descending score, ties by ascending id."""
-    return np.argsort(-scores, kind="stable").astype(np.int32)
+    order: I32Array = np.argsort(-scores, kind="stable").astype(np.int32)
+    return order
 
 
 def _int32_at(address: int, count: int) -> I32Array:
     """A view of int32 memory that the caller keeps alive."""
     if count == 0:
         return np.zeros(0, np.int32)
-    return np.frombuffer((ctypes.c_int32 * count).from_address(address), np.int32)
+    return np.frombuffer(memoryview((ctypes.c_int32 * count).from_address(address)), np.int32)
 
 
 def build(args: SampleArgs) -> Sample:
