@@ -411,19 +411,11 @@ LLMCTL_INLINE typename Isa::F exp(typename Isa::F x) {
   return Isa::mul(p, power);
 }
 
-// ln x to about 1 ulp for positive normal x; anything else is the caller's business.
-// x = m * 2^e with m in [sqrt(1/2), sqrt(2)); the polynomial in m - 1 has the coefficients of Cephes' logf.
+// e ln 2 + ln(1 + m) for m in [sqrt(1/2) - 1, sqrt(2) - 1), with the relative precision of m where e is 0.
+// The polynomial has the coefficients of Cephes' logf.
 template <class Isa>
-LLMCTL_INLINE typename Isa::F log(typename Isa::F x) {
+LLMCTL_INLINE typename Isa::F log_reduced(typename Isa::F m, typename Isa::F e) {
   using F = typename Isa::F;
-  using I = typename Isa::I;
-  const I bits = Isa::bits_i(x);
-  I e = Isa::sub_i(Isa::template shift_right<23>(bits), Isa::set1_i(126));
-  F m = Isa::bits_f(Isa::or_i(Isa::and_i(bits, Isa::set1_i(0x007FFFFF)), Isa::set1_i(0x3F000000)));  // [0.5, 1)
-  const F small = Isa::greater(Isa::set1(0.70710678f), m);
-  e = Isa::add_i(e, Isa::bits_i(small));  // the mask is -1
-  m = Isa::sub(Isa::add(m, Isa::bits_f(Isa::and_i(Isa::bits_i(small), Isa::bits_i(m)))), Isa::set1(1.0f));
-  const F ef = Isa::to_float(e);
   const F z = Isa::mul(m, m);
   F p = Isa::set1(7.0376836292e-2f);
   p = Isa::fma(p, m, Isa::set1(-1.1514610310e-1f));
@@ -435,9 +427,30 @@ LLMCTL_INLINE typename Isa::F log(typename Isa::F x) {
   p = Isa::fma(p, m, Isa::set1(-2.4999993993e-1f));
   p = Isa::fma(p, m, Isa::set1(3.3333331174e-1f));
   F y = Isa::mul(Isa::mul(p, m), z);
-  y = Isa::fma(ef, Isa::set1(-2.12194440e-4f), y);
+  y = Isa::fma(e, Isa::set1(-2.12194440e-4f), y);
   y = Isa::fnma(Isa::set1(0.5f), z, y);
-  return Isa::fma(ef, Isa::set1(0.693359375f), Isa::add(m, y));
+  return Isa::fma(e, Isa::set1(0.693359375f), Isa::add(m, y));
+}
+
+// Split positive normal x into (1 + m) * 2^e with 1 + m in [sqrt(1/2), sqrt(2)).
+template <class Isa>
+LLMCTL_INLINE void split_log(typename Isa::F x, typename Isa::F& m, typename Isa::F& e) {
+  using F = typename Isa::F;
+  using I = typename Isa::I;
+  const I bits = Isa::bits_i(x);
+  const I exponent = Isa::sub_i(Isa::template shift_right<23>(bits), Isa::set1_i(126));
+  m = Isa::bits_f(Isa::or_i(Isa::and_i(bits, Isa::set1_i(0x007FFFFF)), Isa::set1_i(0x3F000000)));  // [0.5, 1)
+  const F small = Isa::greater(Isa::set1(0.70710678f), m);
+  e = Isa::to_float(Isa::add_i(exponent, Isa::bits_i(small)));  // the mask is -1
+  m = Isa::sub(Isa::add(m, Isa::bits_f(Isa::and_i(Isa::bits_i(small), Isa::bits_i(m)))), Isa::set1(1.0f));
+}
+
+// ln x to about 1 ulp for positive normal x; anything else is the caller's business.
+template <class Isa>
+LLMCTL_INLINE typename Isa::F log(typename Isa::F x) {
+  typename Isa::F m, e;
+  split_log<Isa>(x, m, e);
+  return log_reduced<Isa>(m, e);
 }
 
 }  // namespace llmctl::cpu
