@@ -19,8 +19,10 @@
 namespace llmctl::cpu {
 
 constexpr int kBins = 2048;
-constexpr float kWindow = 32.0f;   // scores this far below the largest share the last bin: e^-32 of its weight
-constexpr int kInsertMost = 64;    // up to this many entries a sorted list beats a histogram
+constexpr int kInsertMost = 64;  // up to this many entries a sorted list beats a histogram
+// A histogram covers scores so far below the largest: first only those that nearly always hold the bound, then all that
+// have weight worth telling apart, with the rest in the last bin.
+constexpr float kWindows[] = {8.0f, 32.0f};
 constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 
 // The last token of a prefix of the order (score descending, id ascending).
@@ -88,24 +90,41 @@ LLMCTL_INLINE int first_equal(const float* scores, int vocab, float value) {
   return 0;
 }
 
-// ln of the sum of e^score. Lanes are added up in float32 over 512 scores, then in float64.
+// Lanes of the scores from i on that are within the bound; padding and banned tokens are -inf and within none.
 template <class Isa>
-LLMCTL_NOINLINE float log_sum_exp(const float* scores, int vocab, float largest) {
+LLMCTL_INLINE typename Isa::F lanes_within(typename Isa::F score, int i, Bound bound) {
+  const typename Isa::F limit = Isa::set1(bound.score);
+  const int behind = bound.id - i < kLanes ? bound.id - i + 1 : kLanes;  // bound.id + 1 may overflow
+  const typename Isa::F tied =
+      Isa::bits_f(Isa::and_i(Isa::bits_i(Isa::equal(score, limit)), Isa::bits_i(Isa::lanes(0, behind))));
+  const typename Isa::I within = Isa::or_i(Isa::bits_i(Isa::greater(score, limit)), Isa::bits_i(tied));
+  return Isa::bits_f(Isa::and_i(within, Isa::bits_i(Isa::greater(score, Isa::set1(kMinusInf)))));
+}
+
+// The sum of e^(score - largest) within the bound. Lanes are added up in float32 over 512 scores, then in float64.
+template <class Isa>
+LLMCTL_NOINLINE double total_weight(const float* scores, int vocab, float largest, Bound within) {
   using F = typename Isa::F;
-  const F shift = Isa::set1(largest);
+  const F top = Isa::set1(largest);
   double total = 0;
   for (int begin = 0; begin < vocab; begin += 512) {
     const int end = least(vocab, begin + 512);
     F sum = Isa::zero();
     for (int i = begin; i < end; i += kLanes) {
-      const F weight = exp<Isa>(Isa::sub(Isa::load(scores + i), shift));
-      sum = Isa::add(sum, Isa::select(Isa::lanes(0, vocab - i), weight, Isa::zero()));
+      const F score = Isa::load(scores + i);
+      const F weight = exp<Isa>(Isa::sub(score, top));
+      sum = Isa::add(sum, Isa::select(lanes_within<Isa>(score, i, within), weight, Isa::zero()));
     }
     total += Isa::sum(sum);
   }
+  return total;
+}
+
+template <class Isa>
+LLMCTL_INLINE float log_of(float x) {
   float lanes[kLanes];
-  Isa::store(lanes, log<Isa>(Isa::set1(static_cast<float>(total))));
-  return largest + lanes[0];
+  Isa::store(lanes, log<Isa>(Isa::set1(x)));
+  return lanes[0];
 }
 
 // The first `count` (at most kInsertMost) tokens in order, as ids and scores. Returns how many there are.
@@ -133,16 +152,6 @@ LLMCTL_NOINLINE int first_in_order(const float* scores, int vocab, int count, in
   return found;
 }
 
-// Lanes of the scores from i on that are within the bound.
-template <class Isa>
-LLMCTL_INLINE typename Isa::F lanes_within(typename Isa::F score, int i, Bound bound) {
-  const typename Isa::F limit = Isa::set1(bound.score);
-  const int behind = bound.id - i < kLanes ? bound.id - i + 1 : kLanes;  // bound.id + 1 may overflow
-  const typename Isa::F tied =
-      Isa::bits_f(Isa::and_i(Isa::bits_i(Isa::equal(score, limit)), Isa::bits_i(Isa::lanes(0, behind))));
-  return Isa::bits_f(Isa::or_i(Isa::bits_i(Isa::greater(score, limit)), Isa::bits_i(tied)));
-}
-
 LLMCTL_INLINE void sift_down(int32_t* heap, int size, int at, const float* scores) {
   const int32_t id = heap[at];
   for (int child = 2 * at + 1; child < size; child = 2 * at + 1) {
@@ -156,83 +165,92 @@ LLMCTL_INLINE void sift_down(int32_t* heap, int size, int at, const float* score
   heap[at] = id;
 }
 
+// How far the scores within the bound reach below the largest, at most `window`.
+template <class Isa>
+LLMCTL_INLINE float spread_of(const float* scores, int vocab, float largest, Bound within, float window) {
+  using F = typename Isa::F;
+  const F top = Isa::set1(largest);
+  F spread = Isa::zero();
+  for (int i = 0; i < vocab; i += kLanes) {
+    const F score = Isa::load(scores + i);
+    const F below = Isa::select(lanes_within<Isa>(score, i, within), Isa::sub(top, score), Isa::zero());
+    spread = Isa::max(spread, below);
+  }
+  const float all = Isa::max_lane(spread);
+  return all < window ? all : window;
+}
+
 // The bound of the shortest prefix, within another bound, that holds `count` tokens or the `share` of the weight
-// e^score (one of the two is asked for: count 0 or share 0 means the other). Histogram bins descend in score; only the
-// bin that holds the bound is brought in order, by a heap from which tokens are taken until the prefix is complete.
+// e^score (one of the two is asked for: share 0 means count). Histogram bins descend in score; only the bin that holds
+// the bound is brought in order, by a heap from which tokens are taken until the prefix is complete.
 template <class Isa>
 LLMCTL_NOINLINE Bound prefix_bound(const float* scores, int vocab, float largest, Bound within, int count, float share,
                                    int32_t* heap) {
   using F = typename Isa::F;
   const F top = Isa::set1(largest);
-  F lowest = top;
-  for (int i = 0; i < vocab; i += kLanes) {
-    const F score = Isa::load(scores + i);
-    const F in_use = lanes_within<Isa>(score, i, within);
-    const F possible = Isa::greater(score, Isa::set1(kMinusInf));
-    const F both = Isa::bits_f(Isa::and_i(Isa::bits_i(in_use), Isa::bits_i(possible)));
-    lowest = Isa::min(lowest, Isa::select(both, score, top));
-  }
-  const float spread = largest + Isa::max_lane(Isa::sub(Isa::zero(), lowest));  // minimum = -maximum of the negatives
-  const float range = spread < kWindow ? spread : kWindow;
-  const F scale = Isa::set1(range > 1e-20f ? kBins / range : 0.0f);
-  const auto bin_of = [&](F score) {
-    return Isa::to_int(Isa::min(Isa::mul(Isa::sub(top, score), scale), Isa::set1(kBins - 1.0f)));
-  };
-
-  double mass[kBins] = {};
-  int32_t held[kBins] = {};
+  const double wanted_weight = share > 0 ? share * total_weight<Isa>(scores, vocab, largest, within) : 0;
+  double weight[kBins];
+  int32_t held[kBins];
   int32_t bins[kLanes];
   float weights[kLanes] = {};
-  for (int i = 0; i < vocab; i += kLanes) {
-    const F score = Isa::load(scores + i);
-    unsigned lanes = Isa::mask_bits(lanes_within<Isa>(score, i, within));
-    if (i + kLanes > vocab) lanes &= (1u << (vocab - i)) - 1;
-    if (lanes == 0) continue;
-    Isa::store_i(bins, bin_of(score));
-    if (share > 0) Isa::store(weights, exp<Isa>(Isa::sub(score, top)));
-    for (; lanes != 0; lanes &= lanes - 1) {
-      const int lane = __builtin_ctz(lanes);
-      mass[bins[lane]] += weights[lane];
-      ++held[bins[lane]];
-    }
-  }
-  double total = 0;
-  for (int b = 0; b < kBins; ++b) total += mass[b];
-  const double wanted_mass = share * total;
-  double have_mass = 0;
-  long have = 0;
-  const auto complete = [&](double more_mass, long more) {
-    return share > 0 ? have_mass + more_mass >= wanted_mass : have + more >= count;
-  };
-  int bin = 0;
-  for (; bin < kBins && !(held[bin] > 0 && complete(mass[bin], held[bin])); ++bin) {
-    have_mass += mass[bin];
-    have += held[bin];
-  }
-  if (bin == kBins) return within;  // all of it, or the last weight was lost in rounding
+  for (const float window : kWindows) {
+    const bool whole = window == kWindows[1];
+    const float range = spread_of<Isa>(scores, vocab, largest, within, window);
+    const F scale = Isa::set1(range > 1e-20f ? kBins / range : 0.0f);
+    const F floor = Isa::set1(whole ? kMinusInf : largest - window);
+    // Calls visit(lane, id) for the scores in use, with `bins` and, if wanted, `weights` set.
+    const auto each_score = [&](bool with_weights, auto visit) {
+      for (int i = 0; i < vocab; i += kLanes) {
+        const F score = Isa::load(scores + i);
+        const F in_use = lanes_within<Isa>(score, i, within);
+        unsigned lanes = Isa::mask_bits(in_use) & Isa::mask_bits(Isa::greater(score, floor));
+        if (lanes == 0) continue;
+        const F bin = Isa::min(Isa::mul(Isa::sub(top, score), scale), Isa::set1(kBins - 1.0f));
+        Isa::store_i(bins, Isa::to_int(bin));
+        if (with_weights) Isa::store(weights, exp<Isa>(Isa::sub(score, top)));
+        for (; lanes != 0; lanes &= lanes - 1) {
+          const int lane = __builtin_ctz(lanes);
+          visit(lane, i + lane);
+        }
+      }
+    };
 
-  int size = 0;
-  for (int i = 0; i < vocab; i += kLanes) {
-    const F score = Isa::load(scores + i);
-    unsigned lanes = Isa::mask_bits(lanes_within<Isa>(score, i, within));
-    if (i + kLanes > vocab) lanes &= (1u << (vocab - i)) - 1;
-    if (lanes == 0) continue;
-    Isa::store_i(bins, bin_of(score));
-    for (; lanes != 0; lanes &= lanes - 1) {
-      const int lane = __builtin_ctz(lanes);
-      if (bins[lane] == bin) heap[size++] = i + lane;
+    for (int b = 0; b < kBins; ++b) {
+      weight[b] = 0;
+      held[b] = 0;
+    }
+    each_score(share > 0, [&](int lane, int) {
+      weight[bins[lane]] += weights[lane];
+      ++held[bins[lane]];
+    });
+    double have_weight = 0;
+    long have = 0;
+    const auto complete = [&](double more_weight, long more) {
+      return share > 0 ? have_weight + more_weight >= wanted_weight : have + more >= count;
+    };
+    int bin = 0;
+    for (; bin < kBins && !(held[bin] > 0 && complete(weight[bin], held[bin])); ++bin) {
+      have_weight += weight[bin];
+      have += held[bin];
+    }
+    if (bin == kBins) continue;
+
+    int size = 0;
+    each_score(false, [&](int lane, int id) {
+      if (bins[lane] == bin) heap[size++] = id;
+    });
+    for (int at = size / 2 - 1; at >= 0; --at) sift_down(heap, size, at, scores);
+    for (;;) {
+      const Bound bound{scores[heap[0]], heap[0]};
+      if (share > 0) Isa::store(weights, exp<Isa>(Isa::sub(Isa::set1(bound.score), top)));
+      if (size == 1 || complete(weights[0], 1)) return bound;
+      have_weight += weights[0];
+      have += 1;
+      heap[0] = heap[--size];
+      sift_down(heap, size, 0, scores);
     }
   }
-  for (int at = size / 2 - 1; at >= 0; --at) sift_down(heap, size, at, scores);
-  for (;;) {
-    const Bound bound{scores[heap[0]], heap[0]};
-    if (share > 0) Isa::store(weights, exp<Isa>(Isa::sub(Isa::set1(bound.score), top)));
-    if (size == 1 || complete(weights[0], 1)) return bound;
-    have_mass += weights[0];
-    have += 1;
-    heap[0] = heap[--size];
-    sift_down(heap, size, 0, scores);
-  }
+  return within;  // all that is possible is wanted, or the last weight was lost in rounding
 }
 
 // Four random words for each of 8 counters (first + lane, position, 0, 0): word w of lane c is for token 4 (first + c) + w.
@@ -382,9 +400,8 @@ LLMCTL_INLINE int choose(const SampleRow& row, int vocab, const SampleScratch& s
   }
   if (row.top_p < 1.0f) bound = prefix_bound<Isa>(scores, vocab, largest, bound, 0, row.top_p, scratch.ids);
   if (row.min_p >= std::numeric_limits<float>::min()) {
-    float lanes[kLanes];
-    Isa::store(lanes, log<Isa>(Isa::set1(row.min_p)));
-    if (largest + lanes[0] > bound.score) bound = {largest + lanes[0], kNoBound.id};
+    const float limit = largest + log_of<Isa>(row.min_p);
+    if (limit > bound.score) bound = {limit, kNoBound.id};
   }
   return noisy_argmax<Isa>(scores, vocab, bound, row.seed, static_cast<uint32_t>(row.length));
 }
@@ -406,7 +423,8 @@ LLMCTL_INLINE void sample_row(const SampleArgs& args, int r, const SampleScratch
 
   float normalizer = 0.0f;
   if (row.logprobs >= 0) {
-    normalizer = log_sum_exp<Isa>(scratch.scores, vocab, largest_of<Isa>(scratch.scores, vocab));
+    const float largest = largest_of<Isa>(scratch.scores, vocab);
+    normalizer = largest + log_of<Isa>(static_cast<float>(total_weight<Isa>(scratch.scores, vocab, largest, kNoBound)));
     const int count = least(row.logprobs, kMaxTop);
     const int found = count > 0 ? first_in_order<Isa>(scratch.scores, vocab, count, top_ids, top_logprobs) : 0;
     for (int i = 0; i < found; ++i) top_logprobs[i] -= normalizer;
