@@ -41,9 +41,8 @@ def entries() -> tuple[Entry, ...]:
         for op, (accepts, build) in _faces().items():
             if missing:
                 accepts = _refuse(f"this CPU has no {', '.join(missing)}")
-            found.append(
-                Entry(op, "cpu", f"cpu-{isa.name}", isa.name, isa.priority, accepts, _on(isa.name, build), _source(op))
-            )
+            bits, source = f"cpu-{isa.name}", f"kernels/cpu/{op}.hpp"
+            found.append(Entry(op, "cpu", bits, isa.name, isa.priority, accepts, _on(isa.name, build), source))
     return tuple(found)
 
 
@@ -86,9 +85,9 @@ def _on(isa: str, build: _Build) -> _Build:
     """`build` with this instruction set chosen for what it builds."""
 
     def build_on(args: Any) -> Any:
-        from .. import _cpu
+        from .ops import set_isa
 
-        _cpu.set_isa(isa)
+        set_isa(isa)
         return build(args)
 
     return build_on
@@ -100,7 +99,3 @@ def _refuse(reason: str) -> _Accepts:
 
 def _never_built(args: Any) -> Any:
     raise AssertionError("an entry that refuses was built")
-
-
-def _source(op: str) -> str:
-    return f"kernels/cpu/{op}.hpp"

@@ -12,7 +12,7 @@ _STORED: dict[str, type[np.generic]] = {"f32": np.float32, "f16": np.float16, "b
 
 
 def head_views(kv: KVLayer, head: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(K [blocks, head_dim, block_size], V [blocks, block_size, head_dim]) of one KV head, sharing the arena's memory."""
+    """(K [blocks, head_dim, block_size], V [blocks, block_size, head_dim]) of one KV head: views of the arena."""
     return block_views(kv.arena, kv.block_stride, kv.layer_offset, head, kv.block_size, kv.head_dim, kv.format)
 
 

@@ -33,7 +33,7 @@ class RopeStore:
     def _heads(self, rows_of: F32Array, rows: int, heads: int) -> torch.Tensor:
         """The rows in use as [rows, heads, head_dim], sharing memory."""
         width = heads * self.args.kv.head_dim
-        return torch.from_numpy(rows_of)[:rows, :width].unflatten(1, (heads, self.args.kv.head_dim))
+        return torch.from_numpy(rows_of)[:rows, :width].view(rows, heads, self.args.kv.head_dim)
 
     def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         cos = torch.from_numpy(self.args.cos)[positions].double()[:, None, :]

@@ -265,7 +265,9 @@ def test_penalties_count_what_they_should(entry):
     assert Draw(entry, logits, **base, presence_penalty=-0.2).token[0] == 1  # the prompt's token 0 is not output
     assert Draw(entry, logits, **base, frequency_penalty=-0.96).token[0] == 1
     assert Draw(entry, logits, **base, frequency_penalty=-2.0).token[0] == 3  # 2 x 2.0 beats 1.9 + 2.0
-    assert Draw(entry, [2.0, 1.9, 1.8], temperature=0, tokens=[0, 1], prompt_len=1, repetition_penalty=1.2).token[0] == 2
+    assert (
+        Draw(entry, [2.0, 1.9, 1.8], temperature=0, tokens=[0, 1], prompt_len=1, repetition_penalty=1.2).token[0] == 2
+    )
     # a negative logit is multiplied, so that it too becomes less likely
     assert Draw(entry, [-1.0, -1.1], temperature=0, tokens=[0], prompt_len=1, repetition_penalty=1.2).token[0] == 1
 
@@ -280,7 +282,7 @@ def test_a_ban_holds_and_a_bias_moves_the_choice(entry):
 
 def test_when_every_token_is_banned_the_lowest_is_taken(entry):
     logits = random_logits(6, seed=10)
-    bias = {token: -np.inf for token in range(6)}
+    bias = dict.fromkeys(range(6), -np.inf)
     assert Draw(entry, logits, bias=bias, top_p=0.5, top_k=3).token[0] == 0
     assert Draw(entry, logits, bias=bias, temperature=0).token[0] == 0
 
