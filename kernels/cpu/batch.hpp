@@ -1,0 +1,95 @@
+// The step's record and every buffer view that kernels take: addresses and sizes, resolved when an op is built.
+//
+// These mirror the records of kernels/ops.py. All memory is Python's; nothing here owns anything.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace llmctl::cpu {
+
+constexpr int kPanel = 16;          // outputs per packed panel
+constexpr int kPrivateRows = 2;     // PRIVATE_ROWS of kernels/ops.py
+constexpr int kAttendSplit = 128;   // ATTEND_SPLIT of kernels/ops.py
+constexpr int kMaxForms = 6;        // quantized forms of one Act
+constexpr int kMaxHeadDim = 512;
+
+enum Count : int { kRows = 0, kSeqs = 1, kLogitRows = 2 };  // indices into Batch::counts
+
+struct Batch {
+  const int32_t* counts;
+  const int32_t* token;       // [max_rows]
+  const int32_t* position;    // [max_rows]
+  const int32_t* slot;        // [max_rows]
+  const int32_t* seq_first;   // [max_seqs]
+  const int32_t* seq_rows;    // [max_seqs]
+  const int32_t* logit_rows;  // [max_logit_rows]
+};
+
+// A float32 matrix of row buffers; `stride` floats from one row to the next.
+struct Rows {
+  float* data;
+  long stride;
+  float* row(long i) const { return data + i * stride; }
+};
+
+enum class WeightKind : int { f32, f16, bf16, int8, int4, int4_min, int4_int };
+constexpr int kWeightKinds = 7;
+
+// A [n, k] weight in panels of 16 outputs; the layout of a panel is in linear_float.hpp and linear_int.hpp.
+struct Weight {
+  WeightKind kind;
+  int group;  // 0 for the float kinds
+  int n;
+  int k;
+  int panels;
+  long panel_bytes;
+  const uint8_t* data;
+  const uint8_t* panel(long p) const { return data + p * panel_bytes; }
+};
+
+enum class FormKind : int { i8, i16 };
+
+// Activations quantized per row and group: codes [rows, k], scales and sums [rows, k / group].
+struct Form {
+  FormKind kind;
+  int group;
+  void* codes;  // int8 or int16
+  float* scales;
+  int32_t* sums;
+};
+
+struct Act {
+  int k;
+  int max_rows;
+  int private_threads;  // how many threads have private rows behind max_rows
+  float* values;        // [max_rows + kPrivateRows * private_threads, k]
+  int num_forms;
+  Form forms[kMaxForms];
+  float* row(long i) const { return values + i * k; }
+};
+
+enum class KvKind : int { f32, f16, bf16 };
+constexpr int kKvKinds = 3;
+
+// One layer of a paged KV arena, and the block table of its group: int32 [max_slots, max_blocks].
+// In a block, from layer_offset on, per KV head: K [head_dim][block_size], then V [block_size][head_dim].
+struct Kv {
+  KvKind kind;
+  uint8_t* arena;
+  long block_stride;
+  long layer_offset;
+  int block_size;
+  int num_kv_heads;
+  int head_dim;
+  const int32_t* table;
+  long max_blocks;
+
+  long value_bytes() const { return kind == KvKind::f32 ? 4 : 2; }
+  long half_bytes() const { return value_bytes() * block_size * head_dim; }  // K or V of one head in one block
+  uint8_t* head(long block, int h) const {
+    return arena + block * block_stride + layer_offset + 2 * half_bytes() * h;
+  }
+};
+
+}  // namespace llmctl::cpu

@@ -1,0 +1,456 @@
+// The instruction sets: one struct of 8-lane primitives each, the `Isa` parameter of every kernel template.
+//
+// A kernel is written once against these names. `Avx2` is intrinsics only; `Generic` is plain C++ on gcc/clang vector
+// types and compiles for any CPU. Each is defined only in its own translation unit (which is compiled with that
+// instruction set's flags), and every free function of the kernel headers is `LLMCTL_INLINE`: an out-of-line copy
+// compiled for AVX2 must never be the one that the linker keeps for the generic unit.
+//
+// Bits: inside one Isa all results are a fixed function of the operands. `Avx2::fma` rounds once, `Generic::fma` is a
+// product and a sum, so the two are different bit classes.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if !defined(LLMCTL_ISA_AVX2) && !defined(LLMCTL_ISA_GENERIC)
+#error "define LLMCTL_ISA_AVX2 or LLMCTL_ISA_GENERIC before including isa.hpp"
+#endif
+
+#define LLMCTL_INLINE static inline __attribute__((always_inline))
+#define LLMCTL_NOINLINE static __attribute__((noinline))
+// Every loop that indexes an array of accumulators needs this: gcc 12 keeps the array in memory if one stays rolled.
+#define LLMCTL_UNROLL _Pragma("GCC unroll 16")
+
+#ifdef LLMCTL_ISA_AVX2
+#include <immintrin.h>
+#endif
+
+namespace llmctl::cpu {
+
+constexpr int kLanes = 8;
+
+LLMCTL_INLINE int least(int a, int b) { return a < b ? a : b; }
+LLMCTL_INLINE int most(int a, int b) { return a > b ? a : b; }
+
+template <class To, class From>
+LLMCTL_INLINE To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+#ifdef LLMCTL_ISA_AVX2
+
+struct Avx2 {
+  using F = __m256;   // 8 float32
+  using I = __m256i;  // 8 int32
+  static constexpr const char* kName = "avx2";
+
+  // ---- float32
+  LLMCTL_INLINE F zero() { return _mm256_setzero_ps(); }
+  LLMCTL_INLINE F set1(float v) { return _mm256_set1_ps(v); }
+  LLMCTL_INLINE F broadcast(const float* p) { return _mm256_broadcast_ss(p); }
+  LLMCTL_INLINE F load(const float* p) { return _mm256_loadu_ps(p); }
+  LLMCTL_INLINE void store(float* p, F v) { _mm256_storeu_ps(p, v); }
+  // The first n lanes (0..8), the others 0; nothing behind them is touched.
+  LLMCTL_INLINE F load_part(const float* p, int n) { return _mm256_maskload_ps(p, first_lanes(n)); }
+  LLMCTL_INLINE void store_part(float* p, F v, int n) { _mm256_maskstore_ps(p, first_lanes(n), v); }
+  LLMCTL_INLINE F add(F a, F b) { return _mm256_add_ps(a, b); }
+  LLMCTL_INLINE F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+  LLMCTL_INLINE F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+  LLMCTL_INLINE F div(F a, F b) { return _mm256_div_ps(a, b); }
+  // The second operand wins if either is NaN: put the constant first to let NaN through.
+  LLMCTL_INLINE F max(F a, F b) { return _mm256_max_ps(a, b); }
+  LLMCTL_INLINE F min(F a, F b) { return _mm256_min_ps(a, b); }
+  LLMCTL_INLINE F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }    // a * b + c
+  LLMCTL_INLINE F fnma(F a, F b, F c) { return _mm256_fnmadd_ps(a, b, c); }  // c - a * b
+  LLMCTL_INLINE F abs(F a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+  // Sum and maximum of the lanes, in one fixed tree: (i, i + 4), then (i, i + 2), then (0, 1).
+  LLMCTL_INLINE float sum(F a) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+  }
+  LLMCTL_INLINE float max_lane(F a) {
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
+  }
+
+  // ---- masks: all bits of a lane set or none
+  LLMCTL_INLINE F greater(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
+  LLMCTL_INLINE F equal(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
+  LLMCTL_INLINE F select(F mask, F yes, F no) { return _mm256_blendv_ps(no, yes, mask); }
+  LLMCTL_INLINE unsigned mask_bits(F mask) { return static_cast<unsigned>(_mm256_movemask_ps(mask)); }
+  // Mask of the lanes begin <= i < end (any ints).
+  LLMCTL_INLINE F lanes(int begin, int end) {
+    const __m256i i = lane_index();
+    const __m256i from = _mm256_cmpgt_epi32(i, _mm256_set1_epi32(begin - 1));
+    return _mm256_castsi256_ps(_mm256_and_si256(from, _mm256_cmpgt_epi32(_mm256_set1_epi32(end), i)));
+  }
+
+  // ---- int32
+  LLMCTL_INLINE I zero_i() { return _mm256_setzero_si256(); }
+  LLMCTL_INLINE I set1_i(int32_t v) { return _mm256_set1_epi32(v); }
+  LLMCTL_INLINE I lane_index() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+  LLMCTL_INLINE I load_i(const int32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  LLMCTL_INLINE void store_i(int32_t* p, I v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
+  LLMCTL_INLINE I add_i(I a, I b) { return _mm256_add_epi32(a, b); }
+  LLMCTL_INLINE I sub_i(I a, I b) { return _mm256_sub_epi32(a, b); }
+  LLMCTL_INLINE I mul_i(I a, I b) { return _mm256_mullo_epi32(a, b); }
+  LLMCTL_INLINE I and_i(I a, I b) { return _mm256_and_si256(a, b); }
+  LLMCTL_INLINE I or_i(I a, I b) { return _mm256_or_si256(a, b); }
+  LLMCTL_INLINE I xor_i(I a, I b) { return _mm256_xor_si256(a, b); }
+  template <int kBits>
+  LLMCTL_INLINE I shift_left(I a) { return _mm256_slli_epi32(a, kBits); }
+  template <int kBits>
+  LLMCTL_INLINE I shift_right(I a) { return _mm256_srli_epi32(a, kBits); }  // zeros come in
+  LLMCTL_INLINE I max_i(I a, I b) { return _mm256_max_epi32(a, b); }
+  // High 32 bits of the unsigned product.
+  LLMCTL_INLINE I mul_high_u32(I a, I b) {
+    const __m256i even = _mm256_srli_epi64(_mm256_mul_epu32(a, b), 32);
+    const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), _mm256_srli_epi64(b, 32));
+    return _mm256_blend_epi32(even, odd, 0xAA);
+  }
+  LLMCTL_INLINE F bits_f(I a) { return _mm256_castsi256_ps(a); }
+  LLMCTL_INLINE I bits_i(F a) { return _mm256_castps_si256(a); }
+  LLMCTL_INLINE F to_float(I a) { return _mm256_cvtepi32_ps(a); }
+  LLMCTL_INLINE I to_int(F a) { return _mm256_cvtps_epi32(a); }  // half to even; |a| < 2^22
+  LLMCTL_INLINE int32_t sum_i(I a) {
+    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4E));
+    return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xB1)));
+  }
+  LLMCTL_INLINE int32_t max_lane_i(I a) {
+    __m128i s = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    s = _mm_max_epi32(s, _mm_shuffle_epi32(s, 0x4E));
+    return _mm_cvtsi128_si32(_mm_max_epi32(s, _mm_shuffle_epi32(s, 0xB1)));
+  }
+
+  // ---- 16-bit floats in memory; stores round to nearest even
+  LLMCTL_INLINE F load_f16(const uint16_t* p) { return _mm256_cvtph_ps(load_128(p)); }
+  LLMCTL_INLINE void store_f16(uint16_t* p, F v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+  }
+  LLMCTL_INLINE F load_bf16(const uint16_t* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_128(p)), 16));
+  }
+  LLMCTL_INLINE void store_bf16(uint16_t* p, F v) {
+    const __m256i bits = _mm256_castps_si256(v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), words);
+  }
+  // 16 bf16 stored in pairs (column j, column j + 8): a gets columns 0-7, b gets 8-15.
+  LLMCTL_INLINE void load_bf16_pairs(const uint16_t* p, F& a, F& b) {
+    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    a = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+    b = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))));
+  }
+
+  // ---- integer dot products over 8 columns
+  using Codes4 = __m256i;  // 8 columns x 4 consecutive k, one byte each
+  using Sum4 = __m256i;    // running sum of int4 products: int16 pairs, good for 32 k (16 x 15 x 127 = 30480)
+  using X4 = __m256i;      // 4 int8 activations, repeated
+  LLMCTL_INLINE void load_codes4(const uint8_t* p, Codes4& low, Codes4& high) {
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m256i nibble = _mm256_set1_epi8(15);
+    low = _mm256_and_si256(bytes, nibble);
+    high = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), nibble);
+  }
+  LLMCTL_INLINE Sum4 zero_sum4() { return _mm256_setzero_si256(); }
+  LLMCTL_INLINE X4 broadcast_x4(const int8_t* x) {
+    int32_t word;
+    std::memcpy(&word, x, 4);
+    return _mm256_set1_epi32(word);
+  }
+  LLMCTL_INLINE Sum4 dot4(Sum4 sum, Codes4 w, X4 x) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x)); }
+  LLMCTL_INLINE I sum4_to_int(Sum4 sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
+
+  using Codes2 = __m256i;  // 8 columns x 2 consecutive k, int16
+  using X2 = __m256i;      // 2 int16 activations, repeated
+  LLMCTL_INLINE Codes2 load_codes2(const int8_t* p) { return _mm256_cvtepi8_epi16(load_128(p)); }
+  LLMCTL_INLINE X2 broadcast_x2(const int16_t* x) {
+    int32_t word;
+    std::memcpy(&word, x, 4);
+    return _mm256_set1_epi32(word);
+  }
+  LLMCTL_INLINE I dot2(I sum, Codes2 w, X2 x) { return _mm256_add_epi32(sum, _mm256_madd_epi16(w, x)); }
+
+  LLMCTL_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+ private:
+  template <class T>
+  LLMCTL_INLINE __m128i load_128(const T* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+  LLMCTL_INLINE __m256i first_lanes(int n) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), lane_index()); }
+};
+
+#endif  // LLMCTL_ISA_AVX2
+
+#ifdef LLMCTL_ISA_GENERIC
+
+struct Generic {
+  typedef float F __attribute__((vector_size(32)));
+  typedef int32_t I __attribute__((vector_size(32)));
+  typedef uint32_t U __attribute__((vector_size(32)));
+  static constexpr const char* kName = "generic";
+
+  LLMCTL_INLINE F zero() { return F{}; }
+  LLMCTL_INLINE F set1(float v) { return F{v, v, v, v, v, v, v, v}; }
+  LLMCTL_INLINE F broadcast(const float* p) { return set1(*p); }
+  LLMCTL_INLINE F load(const float* p) {
+    F v;
+    std::memcpy(&v, p, sizeof(v));
+    return v;
+  }
+  LLMCTL_INLINE void store(float* p, F v) { std::memcpy(p, &v, sizeof(v)); }
+  LLMCTL_INLINE F load_part(const float* p, int n) {
+    F v{};
+    for (int i = 0; i < n; ++i) v[i] = p[i];
+    return v;
+  }
+  LLMCTL_INLINE void store_part(float* p, F v, int n) {
+    for (int i = 0; i < n; ++i) p[i] = v[i];
+  }
+  LLMCTL_INLINE F add(F a, F b) { return a + b; }
+  LLMCTL_INLINE F sub(F a, F b) { return a - b; }
+  LLMCTL_INLINE F mul(F a, F b) { return a * b; }
+  LLMCTL_INLINE F div(F a, F b) { return a / b; }
+  LLMCTL_INLINE F max(F a, F b) { return a > b ? a : b; }
+  LLMCTL_INLINE F min(F a, F b) { return a < b ? a : b; }
+  LLMCTL_INLINE F fma(F a, F b, F c) { return a * b + c; }  // two roundings: a libm call per lane would be the other way
+  LLMCTL_INLINE F fnma(F a, F b, F c) { return c - a * b; }
+  LLMCTL_INLINE F abs(F a) { return bits_f(bits_i(a) & 0x7FFFFFFF); }
+  LLMCTL_INLINE float sum(F a) { return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7])); }
+  LLMCTL_INLINE float max_lane(F a) {
+    float m = a[0];
+    for (int i = 1; i < kLanes; ++i) m = m > a[i] ? m : a[i];
+    return m;
+  }
+
+  LLMCTL_INLINE F greater(F a, F b) { return bits_f(I(a > b)); }
+  LLMCTL_INLINE F equal(F a, F b) { return bits_f(I(a == b)); }
+  LLMCTL_INLINE F select(F mask, F yes, F no) {
+    const I m = bits_i(mask);
+    return bits_f((m & bits_i(yes)) | (~m & bits_i(no)));
+  }
+  LLMCTL_INLINE unsigned mask_bits(F mask) {
+    const I m = bits_i(mask);
+    unsigned bits = 0;
+    for (int i = 0; i < kLanes; ++i) bits |= (m[i] < 0 ? 1u : 0u) << i;
+    return bits;
+  }
+  LLMCTL_INLINE F lanes(int begin, int end) {
+    const I i = lane_index();
+    return bits_f(I(i >= set1_i(begin)) & I(i < set1_i(end)));
+  }
+
+  LLMCTL_INLINE I zero_i() { return I{}; }
+  LLMCTL_INLINE I set1_i(int32_t v) { return I{v, v, v, v, v, v, v, v}; }
+  LLMCTL_INLINE I lane_index() { return I{0, 1, 2, 3, 4, 5, 6, 7}; }
+  LLMCTL_INLINE I load_i(const int32_t* p) {
+    I v;
+    std::memcpy(&v, p, sizeof(v));
+    return v;
+  }
+  LLMCTL_INLINE void store_i(int32_t* p, I v) { std::memcpy(p, &v, sizeof(v)); }
+  LLMCTL_INLINE I add_i(I a, I b) { return I(U(a) + U(b)); }
+  LLMCTL_INLINE I sub_i(I a, I b) { return I(U(a) - U(b)); }
+  LLMCTL_INLINE I mul_i(I a, I b) { return I(U(a) * U(b)); }
+  LLMCTL_INLINE I and_i(I a, I b) { return a & b; }
+  LLMCTL_INLINE I or_i(I a, I b) { return a | b; }
+  LLMCTL_INLINE I xor_i(I a, I b) { return a ^ b; }
+  template <int kBits>
+  LLMCTL_INLINE I shift_left(I a) { return I(U(a) << kBits); }
+  template <int kBits>
+  LLMCTL_INLINE I shift_right(I a) { return I(U(a) >> kBits); }
+  LLMCTL_INLINE I max_i(I a, I b) { return a > b ? a : b; }
+  LLMCTL_INLINE I mul_high_u32(I a, I b) {
+    I high;
+    for (int i = 0; i < kLanes; ++i) {
+      high[i] = static_cast<int32_t>((uint64_t{static_cast<uint32_t>(a[i])} * static_cast<uint32_t>(b[i])) >> 32);
+    }
+    return high;
+  }
+  LLMCTL_INLINE F bits_f(I a) { return bits_as<F>(a); }
+  LLMCTL_INLINE I bits_i(F a) { return bits_as<I>(a); }
+  LLMCTL_INLINE F to_float(I a) { return __builtin_convertvector(a, F); }
+  // Adding 1.5 * 2^23 leaves the integer, rounded half to even, in the low bits of the sum.
+  LLMCTL_INLINE I to_int(F a) { return I(U(bits_i(a + 12582912.0f)) - 0x4B400000u); }
+  LLMCTL_INLINE int32_t sum_i(I a) {
+    uint32_t s = 0;
+    for (int i = 0; i < kLanes; ++i) s += static_cast<uint32_t>(a[i]);
+    return static_cast<int32_t>(s);
+  }
+  LLMCTL_INLINE int32_t max_lane_i(I a) {
+    int32_t m = a[0];
+    for (int i = 1; i < kLanes; ++i) m = most(m, a[i]);
+    return m;
+  }
+
+  LLMCTL_INLINE F load_f16(const uint16_t* p) { return half_to_float(load_words(p)); }
+  LLMCTL_INLINE void store_f16(uint16_t* p, F v) { store_words(p, float_to_half(v)); }
+  LLMCTL_INLINE F load_bf16(const uint16_t* p) { return bits_as<F>(load_words(p) << 16); }
+  LLMCTL_INLINE void store_bf16(uint16_t* p, F v) {
+    const U bits = bits_as<U>(v);
+    const U rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    const U quiet = (bits | 0x400000u) >> 16;
+    store_words(p, (bits & 0x7FFFFFFFu) > 0x7F800000u ? quiet : rounded);
+  }
+  LLMCTL_INLINE void load_bf16_pairs(const uint16_t* p, F& a, F& b) {
+    U low, high;
+    for (int i = 0; i < kLanes; ++i) {
+      low[i] = static_cast<uint32_t>(p[2 * i]) << 16;
+      high[i] = static_cast<uint32_t>(p[2 * i + 1]) << 16;
+    }
+    a = bits_as<F>(low);
+    b = bits_as<F>(high);
+  }
+
+  struct Codes4 {
+    int16_t k[4][kLanes];
+  };
+  using Sum4 = I;
+  struct X4 {
+    int16_t k[4];
+  };
+  LLMCTL_INLINE void load_codes4(const uint8_t* p, Codes4& low, Codes4& high) {
+    for (int c = 0; c < kLanes; ++c) {
+      for (int i = 0; i < 4; ++i) {
+        low.k[i][c] = p[4 * c + i] & 15;
+        high.k[i][c] = p[4 * c + i] >> 4;
+      }
+    }
+  }
+  LLMCTL_INLINE Sum4 zero_sum4() { return I{}; }
+  LLMCTL_INLINE X4 broadcast_x4(const int8_t* x) { return X4{{x[0], x[1], x[2], x[3]}}; }
+  LLMCTL_INLINE Sum4 dot4(Sum4 sum, const Codes4& w, X4 x) {
+    for (int i = 0; i < 4; ++i) {
+      for (int c = 0; c < kLanes; ++c) sum[c] += w.k[i][c] * x.k[i];
+    }
+    return sum;
+  }
+  LLMCTL_INLINE I sum4_to_int(Sum4 sum) { return sum; }
+
+  struct Codes2 {
+    int16_t k[2][kLanes];
+  };
+  struct X2 {
+    int16_t k[2];
+  };
+  LLMCTL_INLINE Codes2 load_codes2(const int8_t* p) {
+    Codes2 w;
+    for (int c = 0; c < kLanes; ++c) {
+      w.k[0][c] = p[2 * c];
+      w.k[1][c] = p[2 * c + 1];
+    }
+    return w;
+  }
+  LLMCTL_INLINE X2 broadcast_x2(const int16_t* x) { return X2{{x[0], x[1]}}; }
+  LLMCTL_INLINE I dot2(I sum, const Codes2& w, X2 x) {
+    for (int c = 0; c < kLanes; ++c) sum[c] += w.k[0][c] * x.k[0] + w.k[1][c] * x.k[1];
+    return sum;
+  }
+
+  LLMCTL_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+
+ private:
+  LLMCTL_INLINE U load_words(const uint16_t* p) {
+    U v;
+    for (int i = 0; i < kLanes; ++i) v[i] = p[i];
+    return v;
+  }
+  LLMCTL_INLINE void store_words(uint16_t* p, U v) {
+    for (int i = 0; i < kLanes; ++i) p[i] = static_cast<uint16_t>(v[i]);
+  }
+  // Exponent and mantissa moved into place and scaled by 2^112 make normal and subnormal halves right at once.
+  LLMCTL_INLINE F half_to_float(U h) {
+    const U sign = (h & 0x8000u) << 16;
+    const U shifted = (h & 0x7FFFu) << 13;
+    const U scaled = bits_as<U>(bits_as<F>(shifted) * 0x1p112f);
+    const U special = shifted | 0x7F800000u;
+    return bits_as<F>(((h & 0x7C00u) == 0x7C00u ? special : scaled) | sign);
+  }
+  LLMCTL_INLINE U float_to_half(F v) {
+    const U bits = bits_as<U>(v);
+    const U size = bits & 0x7FFFFFFFu;
+    const U normal = (size - (112u << 23) + 0xFFFu + ((size >> 13) & 1u)) >> 13;
+    // Below 2^-14: adding 0.5 aligns the mantissa to steps of 2^-24 and rounds it there.
+    const U tiny = bits_as<U>(bits_as<F>(size) + 0.5f) - 0x3F000000u;
+    const U huge = size > 0x7F800000u ? ((size >> 13) & 0x3FFu) | 0x7E00u : U{} + 0x7C00u;
+    const U half = size >= 0x47800000u ? huge : (size < 0x38800000u ? tiny : normal);
+    return half | ((bits >> 16) & 0x8000u);
+  }
+};
+
+#endif  // LLMCTL_ISA_GENERIC
+
+// e^x to about 1 ulp for -87 <= x <= 88, clamped outside; NaN stays NaN and exp(0) is exactly 1.
+// Two-step reduction by ln 2 and a degree-5 polynomial with the coefficients of Cephes' expf.
+template <class Isa>
+LLMCTL_INLINE typename Isa::F exp(typename Isa::F x) {
+  using F = typename Isa::F;
+  x = Isa::min(Isa::set1(88.0f), Isa::max(Isa::set1(-87.0f), x));
+  const typename Isa::I n = Isa::to_int(Isa::mul(x, Isa::set1(1.44269504f)));
+  const F nf = Isa::to_float(n);
+  F r = Isa::fnma(nf, Isa::set1(0.693359375f), x);
+  r = Isa::fnma(nf, Isa::set1(-2.12194440e-4f), r);
+  F p = Isa::set1(1.9875691500e-4f);
+  p = Isa::fma(p, r, Isa::set1(1.3981999507e-3f));
+  p = Isa::fma(p, r, Isa::set1(8.3334519073e-3f));
+  p = Isa::fma(p, r, Isa::set1(4.1665795894e-2f));
+  p = Isa::fma(p, r, Isa::set1(1.6666665459e-1f));
+  p = Isa::fma(p, r, Isa::set1(5.0000001201e-1f));
+  p = Isa::fma(Isa::mul(p, r), r, Isa::add(r, Isa::set1(1.0f)));
+  const F power = Isa::bits_f(Isa::template shift_left<23>(Isa::add_i(n, Isa::set1_i(127))));
+  return Isa::mul(p, power);
+}
+
+// e ln 2 + ln(1 + m) for m in [sqrt(1/2) - 1, sqrt(2) - 1), with the relative precision of m where e is 0.
+// The polynomial has the coefficients of Cephes' logf.
+template <class Isa>
+LLMCTL_INLINE typename Isa::F log_reduced(typename Isa::F m, typename Isa::F e) {
+  using F = typename Isa::F;
+  const F z = Isa::mul(m, m);
+  F p = Isa::set1(7.0376836292e-2f);
+  p = Isa::fma(p, m, Isa::set1(-1.1514610310e-1f));
+  p = Isa::fma(p, m, Isa::set1(1.1676998740e-1f));
+  p = Isa::fma(p, m, Isa::set1(-1.2420140846e-1f));
+  p = Isa::fma(p, m, Isa::set1(1.4249322787e-1f));
+  p = Isa::fma(p, m, Isa::set1(-1.6668057665e-1f));
+  p = Isa::fma(p, m, Isa::set1(2.0000714765e-1f));
+  p = Isa::fma(p, m, Isa::set1(-2.4999993993e-1f));
+  p = Isa::fma(p, m, Isa::set1(3.3333331174e-1f));
+  F y = Isa::mul(Isa::mul(p, m), z);
+  y = Isa::fma(e, Isa::set1(-2.12194440e-4f), y);
+  y = Isa::fnma(Isa::set1(0.5f), z, y);
+  return Isa::fma(e, Isa::set1(0.693359375f), Isa::add(m, y));
+}
+
+// Split positive normal x into (1 + m) * 2^e with 1 + m in [sqrt(1/2), sqrt(2)).
+template <class Isa>
+LLMCTL_INLINE void split_log(typename Isa::F x, typename Isa::F& m, typename Isa::F& e) {
+  using F = typename Isa::F;
+  using I = typename Isa::I;
+  const I bits = Isa::bits_i(x);
+  const I exponent = Isa::sub_i(Isa::template shift_right<23>(bits), Isa::set1_i(126));
+  m = Isa::bits_f(Isa::or_i(Isa::and_i(bits, Isa::set1_i(0x007FFFFF)), Isa::set1_i(0x3F000000)));  // [0.5, 1)
+  const F small = Isa::greater(Isa::set1(0.70710678f), m);
+  e = Isa::to_float(Isa::add_i(exponent, Isa::bits_i(small)));  // the mask is -1
+  m = Isa::sub(Isa::add(m, Isa::bits_f(Isa::and_i(Isa::bits_i(small), Isa::bits_i(m)))), Isa::set1(1.0f));
+}
+
+// ln x to about 1 ulp for positive normal x; anything else is the caller's business.
+template <class Isa>
+LLMCTL_INLINE typename Isa::F log(typename Isa::F x) {
+  typename Isa::F m, e;
+  split_log<Isa>(x, m, e);
+  return log_reduced<Isa>(m, e);
+}
+
+}  // namespace llmctl::cpu

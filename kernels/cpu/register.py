@@ -1,0 +1,101 @@
+"""The C++ entries: each op once per instruction set, each instruction set a bits class of its own.
+
+An extension that cannot be imported is a refusal with its reason, as is a CPU that lacks an instruction set, so that
+`doctor` and NoKernel can say what is the matter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..device import read_machine
+from ..entry import OPS, Entry
+from ..ops import Batch, Op, Program
+
+
+@dataclass(frozen=True, slots=True)
+class Isa:
+    """An instruction set with kernels of its own, and what it needs of the CPU."""
+
+    name: str
+    priority: int
+    features: tuple[str, ...]
+
+
+ISAS = (Isa("avx2", 20, ("avx2", "fma", "f16c")), Isa("generic", 10, ()))
+
+_Accepts = Callable[[Any], str | None]
+_Build = Callable[[Any], Any]
+
+
+@functools.cache
+def entries() -> tuple[Entry, ...]:
+    """Every C++ entry, also those that will refuse here."""
+    features = read_machine().features
+    found = []
+    for isa in ISAS:
+        missing = [name for name in isa.features if name not in features]
+        for op, (accepts, build) in _faces().items():
+            if missing:
+                accepts = _refuse(f"this CPU has no {', '.join(missing)}")
+            bits, source = f"cpu-{isa.name}", f"kernels/cpu/{op}.hpp"
+            found.append(Entry(op, "cpu", bits, isa.name, isa.priority, accepts, _on(isa.name, build), source))
+    return tuple(found)
+
+
+def are_native(ops: Sequence[Op]) -> bool:
+    """Whether all of these are C++ ops."""
+    try:
+        from .ops import is_native
+    except ImportError:
+        return False
+    return all(is_native(op) for op in ops)
+
+
+def record(ops: Sequence[Op], batch: Batch) -> Program:
+    """A program of C++ ops, replayed in C++."""
+    from .ops import record as record_native
+
+    return record_native(ops, batch)
+
+
+def _faces() -> dict[str, tuple[_Accepts, _Build]]:
+    """(accepts, build) of each op, refusing all when the extension cannot be imported."""
+    try:
+        from . import ops
+    except ImportError as error:
+        reason = f"the extension `llmctl.kernels._cpu` cannot be imported: {error}"
+        return dict.fromkeys(OPS, (_refuse(reason), _never_built))
+    return {
+        "embed": (ops.accepts_embed, ops.build_embed),
+        "norm": (ops.accepts_norm, ops.build_norm),
+        "linear": (ops.accepts_linear, ops.build_linear),
+        "rope_store": (ops.accepts_rope_store, ops.build_rope_store),
+        "attend": (ops.accepts_attend, ops.build_attend),
+        "act_mul": (ops.accepts_act_mul, ops.build_act_mul),
+        "kv_copy": (ops.accepts_kv_copy, ops.build_kv_copy),
+        "sample": (ops.accepts_sample, ops.build_sample),
+    }
+
+
+def _on(isa: str, build: _Build) -> _Build:
+    """`build` with this instruction set chosen for what it builds."""
+
+    def build_on(args: Any) -> Any:
+        from .ops import set_isa
+
+        set_isa(isa)
+        return build(args)
+
+    return build_on
+
+
+def _refuse(reason: str) -> _Accepts:
+    return lambda args: reason
+
+
+def _never_built(args: Any) -> Any:
+    raise AssertionError("an entry that refuses was built")

@@ -1,0 +1,141 @@
+// What one instruction set's translation unit offers: arguments of every kernel, and a table of function pointers.
+//
+// Kernels compute a given range of rows, panels, tiles or tasks on the calling thread and know nothing of threads; who
+// computes which range is program.hpp's business. No output depends on how the ranges were cut.
+// `act_row` arguments say which row of the Act stands for row 0: 0, or the first private row of the calling thread.
+#pragma once
+
+#include "batch.hpp"
+
+namespace llmctl::cpu {
+
+struct EmbedArgs {
+  Batch batch;
+  Weight weight;
+  Rows out;
+};
+
+struct NormArgs {
+  Batch batch;
+  Rows x;
+  const float* weight;  // [act.k]
+  float eps;
+  Act act;
+  bool logit_rows_only;
+};
+
+struct LinearArgs {
+  Batch batch;
+  Act act;
+  Form form;  // the act's form this weight is multiplied with; unused for float kinds
+  Weight weight;
+  const float* bias;  // [panels * 16] or null
+  Rows out;
+  bool add;
+  bool logit_rows_only;
+};
+
+struct RopeStoreArgs {
+  Batch batch;
+  Rows q, k, v;
+  const float* q_norm;  // [head_dim] or null
+  const float* k_norm;
+  float norm_eps;
+  const float* cos;  // [max_positions, head_dim / 2]
+  const float* sin;
+  int num_heads;
+  float q_scale;
+  Kv kv;
+};
+
+struct AttendArgs {
+  Batch batch;
+  Rows q;
+  int num_heads;
+  Kv kv;
+  int window;      // 0: full
+  int max_splits;  // splits of the longest context
+  Act act;
+};
+
+enum class Activation : int { silu, gelu_tanh };
+
+struct ActMulArgs {
+  Batch batch;
+  Rows gate, up;
+  Activation activation;
+  Act act;
+};
+
+// SAMPLE_ROW of kernels/ops.py, field by field.
+struct SampleRow {
+  uint64_t seed;
+  const int32_t* tokens;
+  const int32_t* bias_ids;
+  const float* bias_values;
+  int32_t length;
+  int32_t prompt_len;
+  int32_t num_bias;
+  int32_t top_k;
+  int32_t logprobs;
+  float temperature;
+  float top_p;
+  float min_p;
+  float repetition_penalty;
+  float presence_penalty;
+  float frequency_penalty;
+  int32_t reserved;
+};
+static_assert(sizeof(SampleRow) == 80);
+
+constexpr int kMaxTop = 20;
+
+struct SampleArgs {
+  Rows logits;  // [max_rows, padded vocab]
+  int vocab_size;
+  const SampleRow* rows;
+  int32_t* token;
+  float* logprob;
+  int32_t* top_ids;  // [max_rows, kMaxTop]
+  float* top_logprobs;
+  uint8_t* finite;
+};
+
+// Bytes of scratch that one thread needs to sample, 64-byte aligned: three arrays of `vocab_size` rounded up to 16.
+constexpr std::size_t sample_scratch_bytes(int vocab_size) {
+  return static_cast<std::size_t>((vocab_size + 15) / 16) * 16 * 4 * 3;
+}
+
+// One query tile of attention: queries of one sequence times query heads of one KV head.
+struct AttendTile {
+  int first_row;   // of the batch
+  int queries;     // consecutive rows
+  int kv_head;
+  int first_head;  // query head
+  int heads;
+};
+
+struct Table {
+  const char* isa;
+  void (*embed)(const EmbedArgs&, int row_begin, int row_end);
+  void (*norm)(const NormArgs&, int row_begin, int row_end, int act_row);
+  void (*linear[kWeightKinds])(const LinearArgs&, int panel_begin, int panel_end, int row_begin, int row_end, int act_row);
+  // Tasks are row * num_kv_heads + kv_head: that KV head and the query heads that read it.
+  void (*rope_store)(const RopeStoreArgs&, int task_begin, int task_end);
+  // One split of a tile to `partials` (layout: attend.hpp).
+  void (*attend_split[kKvKinds])(const AttendArgs&, const AttendTile&, int split, float* partials);
+  // All splits of a tile, merged, to rows 0.. of the act's values.
+  void (*attend_whole[kKvKinds])(const AttendArgs&, const AttendTile&);
+  // Merge `partials` (null: values are already in rows 0.. of the act) to the act's rows from act_row, with their forms.
+  void (*attend_merge)(const AttendArgs&, const float* partials, int row_begin, int row_end, int act_row);
+  void (*act_mul)(const ActMulArgs&, int row_begin, int row_end, int act_row);
+  // `scratch` has sample_scratch_bytes and belongs to the calling thread.
+  void (*sample)(const SampleArgs&, int row_begin, int row_end, std::byte* scratch);
+};
+
+const Table& generic_table();
+#ifdef LLMCTL_HAVE_AVX2
+const Table& avx2_table();
+#endif
+
+}  // namespace llmctl::cpu

@@ -1,0 +1,136 @@
+"""`bind` finds the kernel for an op and its arguments; `record` makes a program of bound ops.
+
+A device's entries are loaded when first asked for, and the reference only when it is asked for or nothing else
+accepts, because it imports torch. Falling back to it is never silent: a warning names each refusal, once per op.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+from .cpu import register as cpu
+from .entry import OPS, Entry
+from .errors import NoKernel, UsageError
+from .ops import (
+    ActMulArgs,
+    AttendArgs,
+    Batch,
+    EmbedArgs,
+    KVCopy,
+    KVCopyArgs,
+    LinearArgs,
+    NormArgs,
+    Op,
+    Program,
+    RopeStoreArgs,
+    Sample,
+    SampleArgs,
+)
+
+__all__ = ["KERNELS", "Entry", "bind", "entries", "record", "register"]
+
+KERNELS = ("auto", "generic", "reference")
+
+_log = logging.getLogger(__name__)
+_registered: list[Entry] = []
+_warned: set[str] = set()
+
+StepArgs = EmbedArgs | NormArgs | LinearArgs | RopeStoreArgs | AttendArgs | ActMulArgs
+
+
+def register(entry: Entry) -> None:
+    """Add an entry beside the built-in ones."""
+    assert entry.op in OPS, entry.op
+    _registered.append(entry)
+
+
+def entries(device: str = "cpu", *, include_reference: bool = False) -> tuple[Entry, ...]:
+    """Every entry of a device, highest priority first. The reference runs on any device and imports torch."""
+    found = [entry for entry in (*_device_entries(device), *_registered) if entry.device == device]
+    if include_reference:
+        found += _reference_entries()
+    return tuple(sorted(found, key=lambda entry: -entry.priority))
+
+
+@overload
+def bind(op: Literal["kv_copy"], args: KVCopyArgs, *, device: str = "cpu", kernels: str = "auto") -> KVCopy: ...
+@overload
+def bind(op: Literal["sample"], args: SampleArgs, *, device: str = "cpu", kernels: str = "auto") -> Sample: ...
+@overload
+def bind(op: str, args: StepArgs, *, device: str = "cpu", kernels: str = "auto") -> tuple[Op, ...]: ...
+
+
+def bind(op: str, args: Any, *, device: str = "cpu", kernels: str = "auto") -> Any:
+    """The op built from the entry of highest priority that accepts these arguments.
+
+    kernels  "auto", "generic" (portable C++ only) or "reference". Raises NoKernel when nothing accepts.
+    """
+    if kernels not in KERNELS:
+        raise UsageError(f"--kernels is `{kernels}`", f"choose one of: {', '.join(KERNELS)}")
+    assert isinstance(args, OPS[op]), (op, type(args))
+    refusals: list[str] = []
+    if kernels != "reference":
+        for entry in entries(device):
+            if entry.op != op:
+                continue
+            if kernels == "generic" and entry.isa != "generic":
+                reason: str | None = "only generic kernels are asked for"
+            else:
+                reason = entry.accepts(args)
+            if reason is None:
+                return entry.build(args)
+            refusals.append(f"{_name(entry)}: {reason}")
+    for entry in _reference_entries():
+        if entry.op != op:
+            continue
+        reason = entry.accepts(args)
+        if reason is None:
+            if kernels != "reference" and op not in _warned:
+                _warned.add(op)
+                _log.warning("%s runs on the slow reference: %s", op, "; ".join(refusals) or f"no kernel for {device}")
+            return entry.build(args)
+        refusals.append(f"{_name(entry)}: {reason}")
+    raise NoKernel(f"no kernel for {op} on {device}: {'; '.join(refusals)}", _hint(kernels))
+
+
+def record(ops: Sequence[Op], batch: Batch, *, kernels: str = "auto") -> Program:
+    """A program of these ops: replayed in C++ if all are C++ ones, else run one after another from Python."""
+    if kernels != "reference" and cpu.are_native(ops):
+        return cpu.record(ops, batch)
+    return PythonProgram(tuple(ops))
+
+
+@dataclass(frozen=True, slots=True)
+class PythonProgram:
+    """Ops of any kind, run in order."""
+
+    ops: tuple[Op, ...]
+
+    def replay(self) -> None:
+        for op in self.ops:
+            op.run()
+
+
+def _device_entries(device: str) -> tuple[Entry, ...]:
+    return cpu.entries() if device == "cpu" else ()
+
+
+@functools.cache
+def _reference_entries() -> tuple[Entry, ...]:
+    from .reference import ENTRIES  # imports torch
+
+    return ENTRIES
+
+
+def _name(entry: Entry) -> str:
+    return f"{entry.bits} ({entry.source})"
+
+
+def _hint(kernels: str) -> str:
+    if kernels == "generic":
+        return "use `--kernels auto`, and a format that one of these accepts"
+    return "use a weight or cache format that one of these accepts"

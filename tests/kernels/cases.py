@@ -1,0 +1,304 @@
+"""Seeded arguments for every op: two calls with the same case give two separate worlds with the same bits in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from llmctl.kernels.cpu.pack import pack
+from llmctl.kernels.formats import KVFormat, WeightFormat, parse_weight_format
+from llmctl.kernels.ops import (
+    PRIVATE_ROWS,
+    Act,
+    ActMulArgs,
+    AttendArgs,
+    Batch,
+    EmbedArgs,
+    KVCopyArgs,
+    KVLayer,
+    LinearArgs,
+    NormArgs,
+    PackedWeight,
+    RopeStoreArgs,
+    make_act,
+    make_batch,
+    make_rows,
+)
+from llmctl.kernels.reference.act import write_act
+
+MAX_ROWS, MAX_SEQS, THREADS = 40, 16, 2
+ALL_FORMS = tuple(parse_weight_format(name) for name in ("f32", "int4g32", "int8g32", "int4g64"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to call an op. `make` builds a world; `outputs` reads what the op wrote to it."""
+
+    op: str
+    name: str
+    dtype: str  # whose tolerance applies
+    make: Callable[[], Any]
+    outputs: Callable[[Any], dict[str, np.ndarray]]
+
+
+def random_weight(format: WeightFormat, n: int, k: int, rng: np.random.Generator) -> PackedWeight:
+    """A packed weight with values of about 1 / sqrt(k)."""
+    if format.is_float:
+        values = torch.from_numpy((rng.standard_normal((n, k)) / np.sqrt(k)).astype(np.float32))
+        if format.kind == "bf16":
+            data = values.bfloat16().view(torch.uint16).numpy()
+        else:
+            data = values.numpy() if format.kind == "f32" else values.half().numpy()
+        return PackedWeight(format, n, k, pack(format, data))
+    groups = k // format.group
+    if format.kind == "int8":
+        codes = rng.integers(-127, 128, (n, k)).astype(np.int8)
+        scales = rng.uniform(0.5, 1.5, (n, groups)) / np.sqrt(k) / 64
+    else:
+        codes = rng.integers(0, 16, (n, k)).astype(np.uint8)
+        scales = rng.uniform(0.5, 1.5, (n, groups)) / np.sqrt(k) / 4
+    scales = scales.astype(np.float16)
+    zeros = None
+    if format.zero == "min":
+        zeros = (-8 * scales * rng.uniform(0.5, 1.5, (n, groups))).astype(np.float16)
+    elif format.zero == "int":
+        zeros = rng.integers(0, 16, (n, groups)).astype(np.uint8)
+    return PackedWeight(format, n, k, pack(format, codes, scales, zeros))
+
+
+def random_batch(rng: np.random.Generator, rows: int, *, blocks: int = 0, block_size: int = 1, far: int = 0) -> Batch:
+    """Rows shared out to sequences in uneven chunks, each at some position up to `far`, and every third with logits.
+
+    Sequences have slots in no order and blocks in no order; no block has two owners.
+    """
+    seqs = []
+    left = rows
+    while left:
+        take = min(left, int(rng.integers(1, 2 + rows // 2)), 9)
+        seqs.append(take)
+        left -= take
+    max_blocks = -(-(far + MAX_ROWS) // block_size)
+    table = np.full((MAX_SEQS, max_blocks), -1, np.int32)
+    batch = make_batch(MAX_ROWS, MAX_SEQS, MAX_ROWS, (np.zeros((MAX_SEQS, 1), np.int32), table))
+    slots = rng.permutation(MAX_SEQS)[: len(seqs)]
+    free = list(rng.permutation(blocks))
+    row = 0
+    for i, (slot, take) in enumerate(zip(slots, seqs)):
+        start = int(rng.integers(0, far + 1))
+        batch.seq_first[i], batch.seq_rows[i] = row, take
+        batch.position[row : row + take] = np.arange(start, start + take)
+        batch.slot[row : row + take] = slot
+        for j in range(-(-(start + take) // block_size) if blocks else 0):
+            table[slot, j] = free.pop()
+        row += take
+    logit_rows = np.arange(rows)[rows % 3 :: 3] if rows > 2 else np.arange(rows)[-1:]
+    batch.logit_rows[: len(logit_rows)] = logit_rows
+    batch.counts[:3] = rows, len(seqs), len(logit_rows)
+    return batch
+
+
+def random_rows(rng: np.random.Generator, width: int, scale: float = 1.0) -> np.ndarray:
+    """A row buffer whose every row and padding column holds something."""
+    rows = make_rows(width, MAX_ROWS)
+    rows[:] = rng.standard_normal(rows.shape) * scale
+    return rows
+
+
+def act_outputs(act: Act, rows: int) -> dict[str, np.ndarray]:
+    """What consumers of `rows` rows will read."""
+    first = act.max_rows if rows <= PRIVATE_ROWS else 0
+    found = {"values": act.values[first : first + rows]}
+    for form in act.forms:
+        found[f"{form.kind}.{form.group}.codes"] = form.codes[first : first + rows]
+        found[f"{form.kind}.{form.group}.scales"] = form.scales[first : first + rows]
+        found[f"{form.kind}.{form.group}.sums"] = form.sums[first : first + rows]
+    return {name: array.copy() for name, array in found.items()}
+
+
+def embed_case(format: WeightFormat, rows: int, vocab: int, hidden: int) -> Case:
+    def make() -> EmbedArgs:
+        rng = np.random.default_rng(rows)
+        batch = random_batch(rng, rows)
+        batch.token[:rows] = rng.integers(0, vocab, rows)
+        batch.token[0] = vocab - 1
+        return EmbedArgs(batch, random_weight(format, vocab, hidden, rng), random_rows(rng, hidden))
+
+    def outputs(args: EmbedArgs) -> dict[str, np.ndarray]:
+        return {"out": args.out[:rows, :hidden], "rest": args.out[rows:, :hidden]}
+
+    return Case("embed", f"{format.name}-m{rows}-{vocab}x{hidden}", "exact", make, outputs)
+
+
+def norm_case(rows: int, k: int, logit_rows_only: bool) -> Case:
+    forms = tuple(f for f in ALL_FORMS if f.is_float or k % f.group == 0)
+
+    def make() -> NormArgs:
+        rng = np.random.default_rng(rows + k)
+        batch = random_batch(rng, rows)
+        weight = rng.uniform(0.5, 1.5, k).astype(np.float32)
+        act = make_act(k, MAX_ROWS, THREADS, forms)
+        x = random_rows(rng, k, 3.0)
+        x[0, : min(32, k)] = 0  # a whole group of zeros
+        return NormArgs(batch, x, weight, 1e-5, act, logit_rows_only)
+
+    def outputs(args: NormArgs) -> dict[str, np.ndarray]:
+        return act_outputs(args.act, int(args.batch.counts[2 if logit_rows_only else 0]))
+
+    return Case("norm", f"m{rows}-k{k}{'-logits' * logit_rows_only}", "f32", make, outputs)
+
+
+def linear_case(
+    format: WeightFormat, rows: int, n: int, k: int, *, bias: bool = False, add: bool = False, logits: bool = False
+) -> Case:
+    def make() -> LinearArgs:
+        rng = np.random.default_rng(rows * 7 + n)
+        batch = random_batch(rng, rows)
+        act = make_act(k, MAX_ROWS, THREADS, (format,))
+        used = int(batch.counts[2 if logits else 0])
+        write_act(act, torch.from_numpy(rng.standard_normal((used, k)).astype(np.float32)))
+        padded = np.zeros(-(-n // 16) * 16, np.float32)
+        padded[:n] = rng.standard_normal(n)
+        weight = random_weight(format, n, k, rng)
+        return LinearArgs(batch, act, weight, padded if bias else None, random_rows(rng, n), add, logits)
+
+    def outputs(args: LinearArgs) -> dict[str, np.ndarray]:
+        used = int(args.batch.counts[2 if logits else 0])
+        return {"out": args.out[:used, :n], "rest": args.out[used:, :n]}
+
+    name = f"{format.name}-m{rows}-{n}x{k}{'-bias' * bias}{'-add' * add}{'-logits' * logits}"
+    return Case("linear", name, format.kind, make, outputs)
+
+
+def random_kv(
+    rng: np.random.Generator, format: KVFormat, blocks: int, block_size: int, kv_heads: int, head_dim: int
+) -> KVLayer:
+    """The second of three layers of an arena with slack behind each block; every value in it is finite."""
+    layer = 2 * kv_heads * head_dim * block_size * format.bytes_per_value
+    stride = 3 * layer + 64
+    values = torch.from_numpy(rng.standard_normal(blocks * stride // format.bytes_per_value).astype(np.float32))
+    stored = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[format.kind]
+    arena = values.to(stored).view(torch.uint8).numpy()
+    return KVLayer(arena, stride, layer, block_size, kv_heads, head_dim, format, 1)
+
+
+def rope_store_case(
+    rows: int, heads: int, kv_heads: int, head_dim: int, block_size: int, kind: str, *, norm: bool
+) -> Case:
+    def make() -> RopeStoreArgs:
+        rng = np.random.default_rng(rows + heads)
+        blocks = 60 * MAX_ROWS // block_size
+        kv = random_kv(rng, KVFormat(kind), blocks, block_size, kv_heads, head_dim)
+        batch = random_batch(rng, rows, blocks=blocks, block_size=block_size, far=50)
+        angles = rng.uniform(0, 6, (60 + MAX_ROWS, head_dim // 2))
+        norms = rng.uniform(0.5, 1.5, (2, head_dim)).astype(np.float32)
+        return RopeStoreArgs(
+            batch,
+            random_rows(rng, heads * head_dim),
+            random_rows(rng, kv_heads * head_dim),
+            random_rows(rng, kv_heads * head_dim),
+            norms[0] if norm else None,
+            norms[1] if norm else None,
+            1e-6,
+            np.cos(angles).astype(np.float32),
+            np.sin(angles).astype(np.float32),
+            heads,
+            head_dim**-0.5,
+            kv,
+        )
+
+    def outputs(args: RopeStoreArgs) -> dict[str, np.ndarray]:
+        stored = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[kind]
+        arena = torch.from_numpy(args.kv.arena).view(stored).float().numpy()
+        return {"q": args.q[:rows, : heads * head_dim], "arena": arena}
+
+    name = f"m{rows}-h{heads}x{kv_heads}x{head_dim}-b{block_size}-{kind}{'-norm' * norm}"
+    return Case("rope_store", name, "kv_" + kind, make, outputs)
+
+
+def attend_case(
+    rows: int, heads: int, kv_heads: int, head_dim: int, block_size: int, kind: str, *, window: int = 0, far: int = 50
+) -> Case:
+    forms = tuple(f for f in ALL_FORMS if f.is_float or heads * head_dim % f.group == 0)
+
+    def make() -> AttendArgs:
+        rng = np.random.default_rng(rows + heads + far)
+        blocks = (far + MAX_ROWS) * MAX_SEQS // block_size + MAX_SEQS
+        kv = random_kv(rng, KVFormat(kind), blocks, block_size, kv_heads, head_dim)
+        batch = random_batch(rng, rows, blocks=blocks, block_size=block_size, far=far)
+        act = make_act(heads * head_dim, MAX_ROWS, THREADS, forms)
+        q = random_rows(rng, heads * head_dim, 2 * head_dim**-0.5)
+        return AttendArgs(batch, q, heads, kv, window, far + MAX_ROWS, act)
+
+    def outputs(args: AttendArgs) -> dict[str, np.ndarray]:
+        return act_outputs(args.act, rows)
+
+    name = f"m{rows}-h{heads}x{kv_heads}x{head_dim}-b{block_size}-{kind}-w{window}-far{far}"
+    return Case("attend", name, "f32", make, outputs)
+
+
+def act_mul_case(rows: int, k: int, activation: str) -> Case:
+    forms = tuple(f for f in ALL_FORMS if f.is_float or k % f.group == 0)
+
+    def make() -> ActMulArgs:
+        rng = np.random.default_rng(rows + k)
+        gate, up = random_rows(rng, k, 4.0), random_rows(rng, k)
+        gate[0, :4] = 0, -100, 100, -0.0
+        return ActMulArgs(random_batch(rng, rows), gate, up, activation, make_act(k, MAX_ROWS, THREADS, forms))
+
+    def outputs(args: ActMulArgs) -> dict[str, np.ndarray]:
+        return act_outputs(args.act, rows)
+
+    return Case("act_mul", f"m{rows}-k{k}-{activation}", "f32", make, outputs)
+
+
+def kv_copy_case(kind: str, block_size: int, kv_heads: int, head_dim: int) -> Case:
+    def make() -> KVCopyArgs:
+        rng = np.random.default_rng(block_size)
+        kv = random_kv(rng, KVFormat(kind), 5, block_size, kv_heads, head_dim)
+        return KVCopyArgs(kv.arena, kv.block_stride, 3, block_size, kv_heads, head_dim, kv.format)
+
+    def outputs(args: KVCopyArgs) -> dict[str, np.ndarray]:
+        return {"arena": args.arena}
+
+    return Case("kv_copy", f"{kind}-b{block_size}-h{kv_heads}x{head_dim}", "exact", make, outputs)
+
+
+def all_cases() -> Iterator[Case]:
+    """Every case of every op but sampling, which has tests of its own."""
+    floats = [parse_weight_format(name) for name in ("f32", "f16", "bf16")]
+    integers = [
+        parse_weight_format(name)
+        for name in ("int8g32", "int8g64", "int8g128", "int4g32", "int4g64", "int4g128", "int4g32min", "int4g64int")
+    ]
+    whole = (WeightFormat("int8", 384), WeightFormat("int4", 384), WeightFormat("int4", 384, "min"))
+    for format in (*floats, *integers, *whole):
+        k = 100 if format.kind == "f32" else 384
+        yield embed_case(format, 3, 37, k)
+        for rows in (1, 2, 3, 7, 33):
+            yield linear_case(format, rows, 50, k)
+        yield linear_case(format, 7, 17, k, bias=True)
+        yield linear_case(format, 7, 64, k, add=True)
+        yield linear_case(format, 33, 33, k, bias=True, add=True, logits=True)
+        yield linear_case(format, 1, 16, k, logits=True)
+    for k in (1, 7, 9, 33):
+        yield linear_case(floats[0], 5, 20, k)
+        yield norm_case(5, k, False)
+        yield act_mul_case(5, k, "silu")
+    for rows in (1, 2, 3, 7, 33):
+        for logits in (False, True):
+            yield norm_case(rows, 576, logits)
+        for activation in ("silu", "gelu_tanh"):
+            yield act_mul_case(rows, 192, activation)
+    for rows, kind, block_size in ((1, "f32", 8), (2, "f16", 16), (7, "bf16", 16), (33, "f16", 64), (3, "f32", 64)):
+        for heads, kv_heads, head_dim in ((2, 2, 8), (3, 1, 16), (9, 3, 64), (7, 1, 80), (6, 2, 128)):
+            for norm in (False, True):
+                yield rope_store_case(rows, heads, kv_heads, head_dim, block_size, kind, norm=norm)
+            yield attend_case(rows, heads, kv_heads, head_dim, block_size, kind)
+        for window in (1, 5, 64, 300):
+            yield attend_case(rows, 9, 3, 64, block_size, kind, window=window, far=290)
+        yield attend_case(rows, 7, 1, 80, block_size, kind, far=500)
+        yield kv_copy_case(kind, block_size, 3, 16)

@@ -1,0 +1,99 @@
+"""Every registered kernel computes what the reference computes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from llmctl.kernels import registry
+from llmctl.kernels.ops import PRIVATE_ROWS, Act
+from llmctl.kernels.reference import ENTRIES as REFERENCE
+from llmctl.kernels.reference.act import quantize
+
+from .cases import Case, all_cases
+
+# Largest error allowed, relative to the largest value of the output. Stored keys and values may round the other way.
+TOLERANCES = {
+    "exact": 0.0,
+    "f32": 3e-6,
+    "f16": 3e-6,
+    "bf16": 3e-6,
+    "int8": 3e-6,
+    "int4": 3e-6,
+    "kv_f32": 1e-6,
+    "kv_f16": 2.0**-11,
+    "kv_bf16": 2.0**-8,
+}
+
+ENTRIES = registry.entries()
+CASES = list(all_cases())
+PAIRS = [(entry, case) for entry in ENTRIES for case in CASES if case.op == entry.op]
+
+
+def test_every_op_has_cases():
+    assert {entry.op for entry in ENTRIES} == {case.op for case in CASES} | {"sample"}  # test_sampling.py
+
+
+@pytest.mark.parametrize(("entry", "case"), PAIRS, ids=[f"{e.bits}-{c.op}-{c.name}" for e, c in PAIRS])
+def test_a_kernel_computes_what_the_reference_computes(entry, case):
+    expected = run(reference_of(case), case)
+    ours = run(entry, case)
+    assert ours.keys() == expected.keys()
+    limit = TOLERANCES[case.dtype]
+    for name in expected:
+        if name.endswith((".codes", ".scales", ".sums")):
+            continue  # of values that may differ in the last bit: test_forms_are_those_of_the_values
+        size = np.abs(expected[name]).max(initial=0)
+        assert np.isfinite(ours[name]).all(), name
+        error = np.abs(ours[name].astype(np.float64) - expected[name]).max(initial=0)
+        assert error <= limit * size, (name, error, size)
+
+
+FORMED = [(e, c) for e, c in PAIRS if c.op in ("norm", "attend", "act_mul")]
+
+
+@pytest.mark.parametrize(("entry", "case"), FORMED, ids=[f"{e.bits}-{c.op}-{c.name}" for e, c in FORMED])
+def test_forms_are_those_of_the_values(entry, case):
+    ours = run(entry, case)
+    for name in ours:
+        if name.endswith(".codes"):
+            kind, group, _ = name.split(".")
+            codes, scales, sums = quantize(torch.from_numpy(ours["values"]), kind, int(group))
+            assert np.array_equal(ours[name], codes.numpy()), name
+            assert np.array_equal(ours[f"{kind}.{group}.scales"], scales.numpy()), name
+            assert np.array_equal(ours[f"{kind}.{group}.sums"], sums.numpy()), name
+
+
+@pytest.mark.parametrize(("entry", "case"), FORMED, ids=[f"{e.bits}-{c.op}-{c.name}" for e, c in FORMED])
+def test_every_thread_gets_the_same_private_rows(entry, case):
+    args = case.make()
+    for op in entry.build(args):
+        op.run()
+    act: Act = args.act
+    rows = len(case.outputs(args)["values"])
+    if rows <= PRIVATE_ROWS:
+        private = act.values[act.max_rows :].reshape(-1, PRIVATE_ROWS, act.k)[:, :rows]
+        assert (private == private[0]).all()
+
+
+def reference_of(case: Case):
+    return next(entry for entry in REFERENCE if entry.op == case.op)
+
+
+def run(entry, case: Case) -> dict[str, np.ndarray]:
+    """Outputs of one run on a world of its own."""
+    args = case.make()
+    refusal = entry.accepts(args)
+    if refusal is not None and refusal.startswith("this CPU has no"):
+        pytest.skip(refusal)
+    assert refusal is None, refusal
+    built = entry.build(args)
+    if case.op == "kv_copy":
+        built(4, 1, args.block_size // 2 + 1)
+        built(0, 2, args.block_size)
+        built(3, 0, 1)
+    else:
+        for op in built:
+            op.run()
+    return {name: array.copy() for name, array in case.outputs(args).items()}
