@@ -14,6 +14,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ import numpy.typing as npt
 from ...kernels.errors import CheckpointError, UnsupportedModel
 from ...kernels.formats import BF16, F16, F32, WeightFormat
 from ..tensor import WeightTensor
-from .stored import StoredTensor, map_file, shape_text
+from .stored import FLOAT_VIEWS, StoredTensor, map_file, shape_text
 
 Value = bool | int | float | str | list["Value"]
 
@@ -77,12 +78,9 @@ _TYPES = {
 _SUPPORTED = ", ".join(kind.name for kind in _TYPES.values() if kind.format is not None)
 
 _BOOL, _STRING, _ARRAY = 7, 8, 9
-_SCALARS = {
-    **{0: struct.Struct("<B"), 1: struct.Struct("<b"), 2: struct.Struct("<H"), 3: struct.Struct("<h")},
-    **{4: struct.Struct("<I"), 5: struct.Struct("<i"), 6: struct.Struct("<f"), _BOOL: struct.Struct("<?")},
-    **{10: struct.Struct("<Q"), 11: struct.Struct("<q"), 12: struct.Struct("<d")},
-}
-_MIN_SIZE = {**{kind: item.size for kind, item in _SCALARS.items()}, _STRING: 8, _ARRAY: 12}
+_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {kind: struct.Struct(f"<{code}") for kind, code in _CODES.items()}
+_MIN_SIZE = {kind: item.size for kind, item in _SCALARS.items()} | {_STRING: 8, _ARRAY: 12}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,8 +101,7 @@ class GGUFFile:
             )
         raw = self.data[tensor.offset : tensor.offset + tensor.nbytes]
         if tensor.format.is_float:
-            dtype: type[np.generic] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}[tensor.format.kind]
-            return WeightTensor(tensor.format, raw.view(dtype).reshape(tensor.shape))
+            return WeightTensor(tensor.format, raw.view(FLOAT_VIEWS[tensor.format.kind]).reshape(tensor.shape))
         return _read_blocks(tensor.format, raw, tensor.shape)
 
 
@@ -181,7 +178,7 @@ def _place(path: Path, entry: _Entry, start: int, alignment: int, file_size: int
 
 def _check_overlaps(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
     ordered = sorted(tensors.values(), key=lambda tensor: tensor.offset)
-    for before, after in zip(ordered, ordered[1:]):
+    for before, after in pairwise(ordered):
         if before.offset + before.nbytes > after.offset:
             raise CheckpointError(f"tensors `{before.name}` and `{after.name}` of `{path}` overlap", _REFETCH)
 
@@ -216,7 +213,7 @@ class _Cursor:
     def __init__(self, path: Path, data: npt.NDArray[np.uint8]) -> None:
         self.path = path
         self.position = 0
-        self._data = memoryview(data)
+        self._data = data.data
 
     def take(self, size: int, what: str) -> memoryview:
         end = self.position + size

@@ -63,9 +63,15 @@ _LLAMA3 = _Split(
     bos=True,
 )
 _SPLITS = {
-    **{"gpt-2": _GPT2, "default": _GPT2, "smollm": _DIGITS, "starcoder": _DIGITS},
-    **{"qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2},
-    **{"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3},
+    "gpt-2": _GPT2,
+    "default": _GPT2,
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
 }
 
 
@@ -241,7 +247,9 @@ def _token_id(gguf: GGUFFile, key: str, size: int) -> int | None:
 def _list(gguf: GGUFFile, key: str, kind: type[Item]) -> list[Item]:
     """The array under `key`, empty if absent."""
     value = gguf.metadata.get(key, [])
-    items = [item for item in value if isinstance(item, kind)] if isinstance(value, list) else None
-    if items is None or len(items) != len(value):
+    if not isinstance(value, list):
+        raise CheckpointError(f"`{key}` in `{gguf.path}` is no array")
+    items = [item for item in value if isinstance(item, kind)]
+    if len(items) != len(value):
         raise CheckpointError(f"`{key}` in `{gguf.path}` is no array of {kind.__name__}")
     return items

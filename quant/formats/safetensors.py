@@ -20,19 +20,24 @@ import numpy.typing as npt
 from ...kernels.errors import CheckpointError, UnsupportedModel
 from ...kernels.formats import BF16, F16, F32, WeightFormat
 from ..tensor import WeightTensor
-from .stored import StoredTensor, map_file, shape_text
+from .stored import FLOAT_VIEWS, StoredTensor, map_file, shape_text
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER = 100_000_000
 
 _FORMATS: dict[str, WeightFormat] = {"F32": F32, "F16": F16, "BF16": BF16}
-_NUMPY: dict[str, type[np.generic]] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
 _BITS = {
-    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8},
-    **{"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
-    **{"U16": 16, "I16": 16, "F16": 16, "BF16": 16},
-    **{"U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64},
+    name: bits
+    for bits, names in {
+        4: "F4",
+        6: "F6_E2M3 F6_E3M2",
+        8: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ",
+        16: "U16 I16 F16 BF16",
+        32: "U32 I32 F32",
+        64: "U64 I64 F64 C64",
+    }.items()
+    for name in names.split()
 }
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _REFETCH = "the file is broken or cut short: fetch it again"
@@ -53,7 +58,7 @@ class SafetensorsFiles:
                 f"tensor `{name}` of `{tensor.path}` has dtype {tensor.dtype}", f"supported: {', '.join(_FORMATS)}"
             )
         raw = self.files[tensor.path][tensor.offset : tensor.offset + tensor.nbytes]
-        return WeightTensor(tensor.format, raw.view(_NUMPY[tensor.format.kind]).reshape(tensor.shape))
+        return WeightTensor(tensor.format, raw.view(FLOAT_VIEWS[tensor.format.kind]).reshape(tensor.shape))
 
 
 def open_files(folder: Path) -> SafetensorsFiles:
@@ -102,7 +107,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     if pickles:
         raise CheckpointError(
             f"`{folder}` has only pickle weights (`{pickles[0]}`), which run code when they are loaded",
-            "use a safetensors version of the model, or convert it with `save_pretrained(..., safe_serialization=True)`",
+            "use a safetensors version of the model, or convert it: `model.save_pretrained(folder)` in transformers",
         )
     raise CheckpointError(f"`{folder}` has no weights", f"expected `{SINGLE_NAME}` or `{INDEX_NAME}`")
 

@@ -17,6 +17,10 @@ from ...kernels.errors import CheckpointError
 from ...kernels.formats import WeightFormat
 
 
+# How the bytes of a float kind are seen in numpy; bfloat16 as its bits.
+FLOAT_VIEWS: dict[str, type[np.generic]] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """Where a tensor lies: `nbytes` bytes at `offset` of file `path`.
