@@ -39,7 +39,8 @@ def _linear(rope: RopeSpec, plain: F32) -> F32:
 
 
 def _factors(rope: RopeSpec, plain: F32) -> F32:
-    return plain / np.array(rope.factors, np.float32)
+    factors: F32 = np.array(rope.factors, np.float32)
+    return plain / factors
 
 
 def _llama3(rope: RopeSpec, plain: F32) -> F32:

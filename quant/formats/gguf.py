@@ -92,13 +92,19 @@ class GGUFFile:
     tensors: Mapping[str, StoredTensor]
     data: npt.NDArray[np.uint8]
 
-    def read(self, name: str) -> WeightTensor:
-        """The tensor as stored; UnsupportedModel names its type if it cannot be read."""
+    def check_readable(self, name: str) -> None:
+        """Raise UnsupportedModel, naming the tensor's type, if it is none that can be read."""
         tensor = self.tensors[name]
         if tensor.format is None:
             raise UnsupportedModel(
                 f"tensor `{name}` of `{self.path}` is stored as {tensor.dtype}", f"supported types: {_SUPPORTED}"
             )
+
+    def read(self, name: str) -> WeightTensor:
+        """The tensor as stored; UnsupportedModel if its type cannot be read."""
+        self.check_readable(name)
+        tensor = self.tensors[name]
+        assert tensor.format is not None
         raw = self.data[tensor.offset : tensor.offset + tensor.nbytes]
         if tensor.format.is_float:
             return WeightTensor(tensor.format, raw.view(FLOAT_VIEWS[tensor.format.kind]).reshape(tensor.shape))

@@ -50,6 +50,10 @@ class GGUFModel:
     gguf: GGUFFile
     head_rows: Mapping[str, npt.NDArray[np.int64]]  # by tensor: where each of its rows is in the file
 
+    def check_readable(self, name: str) -> None:
+        """Raise UnsupportedModel if the tensor's type cannot be read."""
+        self.gguf.check_readable(self.tensors[name].name)
+
     def read(self, name: str) -> WeightTensor:
         """The tensor with its rows in Hugging Face order."""
         weight = self.gguf.read(self.tensors[name].name)

@@ -50,13 +50,19 @@ class SafetensorsFiles:
     tensors: Mapping[str, StoredTensor]
     files: Mapping[Path, npt.NDArray[np.uint8]]
 
-    def read(self, name: str) -> WeightTensor:
-        """The tensor as a read-only view of its file; UnsupportedModel if its dtype is no float we read."""
+    def check_readable(self, name: str) -> None:
+        """Raise UnsupportedModel, naming the tensor's dtype, if it is none that can be read."""
         tensor = self.tensors[name]
         if tensor.format is None:
             raise UnsupportedModel(
-                f"tensor `{name}` of `{tensor.path}` has dtype {tensor.dtype}", f"supported: {', '.join(_FORMATS)}"
+                f"tensor `{name}` of `{tensor.path}` is stored as {tensor.dtype}", f"supported: {', '.join(_FORMATS)}"
             )
+
+    def read(self, name: str) -> WeightTensor:
+        """The tensor as a read-only view of its file; UnsupportedModel if its dtype cannot be read."""
+        self.check_readable(name)
+        tensor = self.tensors[name]
+        assert tensor.format is not None
         raw = self.files[tensor.path][tensor.offset : tensor.offset + tensor.nbytes]
         return WeightTensor(tensor.format, raw.view(FLOAT_VIEWS[tensor.format.kind]).reshape(tensor.shape))
 

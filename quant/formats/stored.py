@@ -16,7 +16,6 @@ import numpy.typing as npt
 from ...kernels.errors import CheckpointError
 from ...kernels.formats import WeightFormat
 
-
 # How the bytes of a float kind are seen in numpy; bfloat16 as its bits.
 FLOAT_VIEWS: dict[str, type[np.generic]] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
 
