@@ -17,7 +17,7 @@ class Row(NamedTuple):
 
     seq: Sequence
     start: int
-    count: int
+    tokens: int
     samples: bool
 
 
@@ -37,9 +37,7 @@ class Draft:
 
     def admit(self, seq: Sequence, start: Start, target: Column | None) -> None:
         """Tell the runner of a sequence that was given a slot, and of the copy into `target` that it starts with."""
-        self._admits.append(
-            Admit(seq.slot, _int32(seq.tokens), seq.prompt_len, slot_sampling(seq.request, seq.index))
-        )
+        self._admits.append(Admit(seq.slot, _int32(seq.tokens), seq.prompt_len, slot_sampling(seq.request, seq.index)))
         if target is not None:
             assert start.source is not None
             for group, (source, block) in enumerate(zip(start.source, target)):
@@ -60,7 +58,8 @@ class Draft:
                     tables.append(TableDelta(seq.slot, group, blocks))
                 seq.announced = len(seq.blocks)
         chunks = tuple(
-            Chunk(row.seq.slot, row.start, row.count, row.count - 1 if row.samples else row.count) for row in self.rows
+            Chunk(row.seq.slot, row.start, row.tokens, row.tokens - 1 if row.samples else row.tokens)
+            for row in self.rows
         )
         return Step(index, drop, tuple(self._admits), tuple(tables), tuple(self._copies), chunks)
 

@@ -1,9 +1,9 @@
 """The KV blocks of all groups and the prefix tree over them, as one face for the scheduler.
 
-Every group has its own pool, and the scheduler moves through them in step: one logical block is one `Column`, a block of
-each group. Memory is given in this order: free blocks, then evicted leaves of the tree, then the tree as a whole. The
-last is needed when a cached block stands above one in use that belongs to somebody else: two sequences computed the
-same content at once and kept a block each. Whatever is cached can therefore always be had, and `available` may count it.
+Every group has its own pool, and the scheduler moves through them in step: one logical block is one `Column`, a block
+of each group. Memory is given in this order: free blocks, then evicted leaves of the tree, then the tree as a whole.
+The last is needed when a cached block stands above one in use that belongs to somebody else: two sequences computed the
+same content at once and kept a block each. Whatever is cached can therefore always be had, and `available` counts it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class KVMemory:
         return len(start.columns) * self.block_size + start.copied
 
     def cost(self, start: Start) -> int:
-        """By how much `available` falls when the blocks of `start` are taken into use, those to be filled not counted."""
+        """By how much `available` falls when the blocks of `start` are taken into use (new ones not counted)."""
         columns = start.columns if start.source is None else (*start.columns, start.source)
         return sum(self.pools[0].state(column[0]) is BlockState.CACHED for column in columns)
 

@@ -1,4 +1,4 @@
-"""Who is admitted next. Pure: tickets in, tickets out; the clock is the number of steps, and nothing here knows a block.
+"""Who is admitted next. Pure: tickets in, tickets out; the clock counts steps, and nothing here knows a block.
 
 `hybrid` has two levels. Across tenants it is a weighted fair queue on served tokens (Sheng et al.: Fairness in Serving
 Large Language Models, OSDI 2024): the tenant served least so far is next, and one that comes back from idleness starts
@@ -25,7 +25,7 @@ MEAN_WINDOW = 16  # jobs that a tenant's running mean of outputs remembers, roug
 
 
 class Ticket(NamedTuple):
-    """One waiting sequence. `order` is its arrival number, unique; `prompt` counts the tokens no cache is known to serve."""
+    """One waiting sequence. `order` is its arrival number, unique; `prompt` counts tokens that no cache serves yet."""
 
     order: int
     tenant: str
@@ -37,7 +37,7 @@ class Ticket(NamedTuple):
 
 
 class Queue(Protocol):
-    """The waiting sequences in the order of a policy. `overtakes`: a short prompt may run beside a long one begun before."""
+    """The waiting sequences in the order of a policy. `overtakes`: a short prompt may pass a long one under way."""
 
     overtakes: bool
 
@@ -173,7 +173,7 @@ class HybridQueue:
 
 
 class _Tenant:
-    """What is known of a tenant: tokens served by weight (never below the virtual time it came back at), mean output."""
+    """What is known of a tenant: tokens served by weight (at least the virtual time it came back at), mean output."""
 
     __slots__ = ("mean", "served", "waiting", "weight")
 

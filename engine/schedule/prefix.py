@@ -65,7 +65,9 @@ class Hit(NamedTuple):
 class PrefixTree:
     """Nodes over the blocks of `pools`. Blocks enter by `insert` (published) and leave by eviction (unpublished)."""
 
-    def __init__(self, pools: tuple[BlockPool, ...], block_size: int, k: int = 2, max_ghosts: int | None = None) -> None:
+    def __init__(
+        self, pools: tuple[BlockPool, ...], block_size: int, k: int = 2, max_ghosts: int | None = None
+    ) -> None:
         self._pools = pools
         self._block_size = block_size
         self._k = k
@@ -189,7 +191,7 @@ class PrefixTree:
             self._remove(each)
 
     def flush(self) -> None:
-        """Forget everything, which frees all that nobody holds. Holders keep their blocks and may publish them again."""
+        """Forget everything, which frees all that nobody holds. Holders keep their blocks and may publish again."""
         self.evictions += self._pools[0].num_cached
         for root in tuple(self._roots.values()):
             for child in tuple(root.children):

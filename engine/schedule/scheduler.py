@@ -1,10 +1,10 @@
 """Continuous batching: which positions of which sequences the next step computes, and what their results mean.
 
-A step takes one token of every decoding sequence first, then cuts prompts into what is left of the token budget. At
-most one long prompt is under way at a time, but under `hybrid` short ones may use up to half of the budget beside it, so
-that they do not wait behind it. Blocks are given as chunks are scheduled. When memory is short, cached leaves go first,
-then sequences are preempted: those that lose least, never the first in rank. That one can always go on alone, since
-`add` refused what does not fit, so everything ends. Admission keeps a reserve, lest it be followed by a preemption.
+A step takes one token of every decoding sequence first, then cuts prompts into what is left of the token budget. One
+long prompt is under way at a time, but under `hybrid` short ones may use up to half of the budget beside it, so that
+they do not wait behind it. Blocks are given as chunks are scheduled. When memory is short, cached leaves go first, then
+sequences are preempted: those that lose least, never the first in rank. That one can always go on alone, since `add`
+refused what does not fit, so everything ends. Admission keeps a reserve, lest it be followed by a preemption.
 
 Steps are executed in the order they are made, so blocks freed here may be given away at once although a step in flight
 still writes to them; a runner slot waits for its last result, which is read per slot.
@@ -52,9 +52,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._memory = KVMemory(
-            config.num_blocks, config.block_size, config.enable_prefix_caching, config.eviction_k
-        )
+        self._memory = KVMemory(config.num_blocks, config.block_size, config.enable_prefix_caching, config.eviction_k)
         capacity = min(config.num_blocks) * config.block_size
         self._limit = min(config.max_model_len, capacity)
         if capacity < config.max_model_len:
@@ -143,7 +141,7 @@ class Scheduler:
     def update(self, result: StepResult) -> tuple[Output, ...]:
         """What the oldest step in flight brought, one Output for each sequence that got a token or ended."""
         flight = self._in_flight.popleft()
-        assert flight.index == result.index, f"result of step {result.index}, expected that of {flight.index}"
+        assert flight.step == result.index, f"result of step {result.index}, expected that of {flight.step}"
         assert len(flight.rows) == len(result.chunks), (len(flight.rows), len(result.chunks))
         outputs = [self._settle(row, chunk) for row, chunk in zip(flight.rows, result.chunks)]
         return tuple(output for output in outputs if output is not None)
@@ -345,10 +343,10 @@ class Scheduler:
             self._free_slot(seq)
             return None
         if not chunk.finite:
-            error = f"the model gave NaN or Inf at position {row.start + row.count - 1}"
+            error = f"the model gave NaN or Inf at position {row.start + row.tokens - 1}"
             return self._end(seq, (), (), FinishReason.ERROR, error)
         if seq.phase is Phase.RUNNING:
-            seq.computed = row.start + row.count
+            seq.computed = row.start + row.tokens
         assert len(chunk.tokens) == row.samples, f"{len(chunk.tokens)} tokens sampled, expected {int(row.samples)}"
         seq.tokens.extend(chunk.tokens)
         finish = self._finish_of(seq, chunk.tokens)
@@ -432,7 +430,7 @@ class Scheduler:
 
 
 class _InFlight(NamedTuple):
-    index: int
+    step: int
     rows: tuple[Row, ...]
 
 

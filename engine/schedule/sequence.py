@@ -148,7 +148,7 @@ def slot_sampling(request: Request, index: int) -> SlotSampling:
 
 
 def mix_seed(seed: int, index: int) -> int:
-    """The seed of a request's sequence `index`, 64 bits: splitmix64 (Steele, Lea, Flood 2014) of the seed, then of both.
+    """The 64-bit seed of a request's sequence `index`: splitmix64 (Steele, Lea, Flood 2014) of the seed, then of both.
 
     Hashing twice keeps (seed, index + 1) apart from (seed + 1, index) and any other simple relation between seeds.
     """
