@@ -1,0 +1,72 @@
+"""A Step in the making: the rows and copies decided so far, and the budget that is left."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from typing import NamedTuple
+
+from .memory import Start
+from .prefix import Column
+from .sequence import Sequence, slot_sampling
+from .step import Admit, Chunk, Copy, Step, TableDelta
+
+
+class Row(NamedTuple):
+    """A chunk and whose it is, kept until its result comes. `samples`: the last position samples a token."""
+
+    seq: Sequence
+    start: int
+    tokens: int
+    samples: bool
+
+
+class Draft:
+    """Filled by the scheduler while it walks the sequences, then frozen into a Step.
+
+    left      tokens of the step's budget that nobody has yet
+    promised  blocks that prompts under way still need, besides those they have
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.left = budget
+        self.promised = 0
+        self.rows: list[Row] = []
+        self._admits: list[Admit] = []
+        self._copies: list[Copy] = []
+
+    def admit(self, seq: Sequence, start: Start, target: Column | None) -> None:
+        """Tell the runner of a sequence that was given a slot, and of the copy into `target` that it starts with."""
+        self._admits.append(Admit(seq.slot, _int32(seq.tokens), seq.prompt_len, slot_sampling(seq.request, seq.index)))
+        if target is not None:
+            assert start.source is not None
+            for group, (source, block) in enumerate(zip(start.source, target)):
+                self._copies.append(Copy(group, source, block, start.copied))
+
+    def row(self, seq: Sequence, count: int, samples: bool) -> None:
+        """Compute `count` more positions of a sequence."""
+        self.rows.append(Row(seq, seq.scheduled, count, samples))
+        self.left -= count
+
+    def freeze(self, index: int, drop: tuple[int, ...]) -> Step:
+        """The finished Step. Blocks are announced here, once per sequence and group."""
+        tables: list[TableDelta] = []
+        for row in self.rows:
+            seq = row.seq
+            if len(seq.blocks) > seq.announced:
+                for group, blocks in enumerate(zip(*seq.blocks[seq.announced :])):
+                    tables.append(TableDelta(seq.slot, group, blocks))
+                seq.announced = len(seq.blocks)
+        chunks = tuple(
+            Chunk(row.seq.slot, row.start, row.tokens, row.tokens - 1 if row.samples else row.tokens)
+            for row in self.rows
+        )
+        return Step(index, drop, tuple(self._admits), tuple(tables), tuple(self._copies), chunks)
+
+
+def _int32(tokens: list[int]) -> bytes:
+    packed = array("i", tokens)
+    assert packed.itemsize == 4
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()

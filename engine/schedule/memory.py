@@ -1,0 +1,163 @@
+"""The KV blocks of all groups and the prefix tree over them, as one face for the scheduler.
+
+Every group has its own pool, and the scheduler moves through them in step: one logical block is one `Column`, a block
+of each group. Memory is given in this order: free blocks, then evicted leaves of the tree, then the tree as a whole.
+The last is needed when a cached block stands above one in use that belongs to somebody else: two sequences computed the
+same content at once and kept a block each. Whatever is cached can therefore always be had, and `available` counts it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .blocks import BlockPool, BlockState
+from .prefix import Column, Node, PrefixTree
+from .sequence import Sequence
+
+
+class Start(NamedTuple):
+    """What a sequence can begin with: whole blocks to share, and `copied` tokens to copy from `source`."""
+
+    columns: tuple[Column, ...]
+    source: Column | None = None
+    copied: int = 0
+    nodes: tuple[Node, ...] = ()  # the tree's path, the node of `source` included
+
+
+class KVMemory:
+    """Block tables of sequences: begin, grow, publish, release. Mutates the block fields of a Sequence, no others."""
+
+    def __init__(self, num_blocks: tuple[int, ...], block_size: int, caching: bool, k: int) -> None:
+        self.block_size = block_size
+        self.pools = tuple(BlockPool(count) for count in num_blocks)
+        self.tree = PrefixTree(self.pools, block_size, k)
+        self._caching = caching
+        self._held: list[Column] = []
+
+    @property
+    def available(self) -> int:
+        """Columns that can be had without taking any from a sequence."""
+        return min(pool.num_free + pool.num_cached for pool in self.pools)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return -(-tokens // self.block_size)
+
+    def find(self, seq: Sequence) -> Start:
+        """The longest start the tree has for the sequence's tokens; at least one token stays to be computed."""
+        hit = self.tree.find(seq.request.salt, seq.tokens, len(seq.tokens) - 1)
+        columns = tuple(node.blocks for node in hit.nodes)
+        if hit.partial is None:
+            return Start(columns, nodes=hit.nodes)
+        return Start(columns, hit.partial.blocks, hit.partial_tokens, (*hit.nodes, hit.partial))
+
+    def fork(self, leader: Sequence) -> Start:
+        """The start that a sibling has from the leader's computed prompt: all of it but the last token."""
+        full, copied = divmod(leader.prompt_len - 1, self.block_size)
+        return Start(tuple(leader.blocks[:full]), leader.blocks[full] if copied else None, copied)
+
+    def tokens_of(self, start: Start) -> int:
+        return len(start.columns) * self.block_size + start.copied
+
+    def cost(self, start: Start) -> int:
+        """By how much `available` falls when the blocks of `start` are taken into use (new ones not counted)."""
+        columns = start.columns if start.source is None else (*start.columns, start.source)
+        return sum(self.pools[0].state(column[0]) is BlockState.CACHED for column in columns)
+
+    def begin(self, seq: Sequence, start: Start) -> Column | None:
+        """Give the sequence its first blocks; the column into which `start.source` must be copied, if any.
+
+        The source is held until `drop_held`, so that nothing else is written there before the copy.
+        """
+        for column in start.columns:
+            self._share(column)
+        seq.blocks = list(start.columns)
+        seq.borrowed = len(start.columns)
+        seq.published = min(len(start.nodes), len(start.columns))
+        seq.cursor = start.nodes[seq.published - 1] if seq.published else None
+        if start.source is not None:
+            self._share(start.source)
+            self._held.append(start.source)
+        for node in start.nodes:
+            self.tree.touch(node, seq.leader.order)
+        if start.source is None:
+            return None
+        target = self._take()
+        assert target is not None, "the scheduler admits only what fits"
+        seq.blocks.append(target)
+        return target
+
+    def grow(self, seq: Sequence, tokens: int) -> int:
+        """Extend the table to hold `tokens` tokens, as far as memory goes without preemption; how many it holds now."""
+        while len(seq.blocks) * self.block_size < tokens:
+            column = self._take()
+            if column is None:
+                break
+            seq.blocks.append(column)
+        return len(seq.blocks) * self.block_size
+
+    def publish(self, seq: Sequence) -> None:
+        """Make the full blocks whose content is final known to the tree."""
+        if not self._caching:
+            return
+        if seq.cursor is not None and not seq.cursor.alive:  # a twin's block was evicted; our own one can stand in
+            seq.cursor, seq.published = None, 0
+        size = self.block_size
+        while (seq.published + 1) * size <= seq.computed:
+            start = seq.published * size
+            self._insert(seq, tuple(seq.tokens[start : start + size]))
+
+    def release(self, seq: Sequence) -> None:
+        """Take the sequence's blocks back. What is final is published first, the partial tail too."""
+        self.publish(seq)
+        tail = seq.published * self.block_size
+        if self._caching and tail < seq.computed:
+            self._insert(seq, tuple(seq.tokens[tail : seq.computed]))
+        if seq.cursor is not None and seq.cursor.alive:
+            self.tree.refresh(seq.cursor, seq.leader.order)
+        self._drop(seq)
+
+    def discard(self, seq: Sequence) -> None:
+        """Take the blocks back and make the tree forget what this sequence put there: its content is in doubt."""
+        for column in seq.blocks[seq.borrowed :]:
+            node = self.tree.node_of(column[0])
+            if node is not None:
+                self.tree.prune(node)
+                break
+        self._drop(seq)
+
+    def drop_held(self) -> None:
+        """The step is made: its copies come before whatever a later one writes."""
+        for column in self._held:
+            self._release(column)
+        self._held.clear()
+
+    def _insert(self, seq: Sequence, tokens: tuple[int, ...]) -> None:
+        parent = seq.cursor if seq.cursor is not None else self.tree.root(seq.request.salt)
+        seq.cursor = self.tree.insert(parent, tokens, seq.blocks[seq.published], seq.leader.order)
+        seq.published += 1
+
+    def _drop(self, seq: Sequence) -> None:
+        for column in reversed(seq.blocks):
+            self._release(column)
+        seq.blocks = []
+        seq.borrowed = seq.announced = seq.published = 0
+        seq.cursor = None
+
+    def _take(self) -> Column | None:
+        if self.available == 0:
+            return None
+        for pool in self.pools:
+            while pool.num_free == 0:
+                if not self.tree.evict():
+                    self.tree.flush()
+        return tuple(pool.take() for pool in self.pools)
+
+    def _share(self, column: Column) -> None:
+        for pool, block in zip(self.pools, column):
+            pool.share(block)
+
+    def _release(self, column: Column) -> None:
+        states = [pool.release(block) for pool, block in zip(self.pools, column)]
+        if states[0] is BlockState.CACHED:
+            self.tree.idle(column[0])

@@ -1,0 +1,247 @@
+"""The prefix tree: which token prefixes have their KV in some block, and which of them to forget first.
+
+Nodes store their tokens (at most one block's worth) and children are compared token by token, so no hash decides what
+is reused. Children are kept sorted by their tokens: the child sharing most with a query stands next to where the query
+would be inserted, so a lookup is a bisection however many conversations branch inside one block. A shorter node whose
+tokens another child begins with is replaced by it, so no child is a prefix of another; only full nodes have children.
+
+Eviction is LRU-K (O'Neil, O'Neil, Weikum: The LRU-K page replacement algorithm, SIGMOD 1993): the victim is the leaf
+whose K-th last reference is oldest; with fewer than K references it goes first, by its last one. A reference is one
+request's use of a node, time counts requests, and repeated uses by the same request only refresh the last reference
+(the paper's correlated references). Only leaves are victims. A bounded ghost table keeps the references of the evicted,
+so that content which comes back is not mistaken for new; its keys are hashes, since a collision costs a worse guess and
+nothing else.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from .blocks import BlockPool
+
+Column = tuple[int, ...]  # one block id per KV group: the same tokens seen by every group's layers
+
+
+class Node:
+    """Some tokens after those of `parent`, and the blocks that hold their KV (`()` for a root or a removed node)."""
+
+    __slots__ = ("alive", "blocks", "children", "ghost_key", "history", "keys", "owner", "parent", "tokens")
+
+    def __init__(self, parent: Node | None, tokens: tuple[int, ...], blocks: Column, ghost_key: int) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.blocks = blocks
+        self.ghost_key = ghost_key
+        self.keys: list[tuple[int, ...]] = []  # the children's tokens, sorted; `children` runs in parallel
+        self.children: list[Node] = []
+        self.history: tuple[int, ...] = ()  # times of the last K references, latest first
+        self.owner = -1  # the request that made the latest one
+        self.alive = True
+
+    def closest(self, tokens: tuple[int, ...]) -> tuple[Node | None, int]:
+        """The child that shares the most leading tokens with `tokens`, and how many."""
+        place = bisect_left(self.keys, tokens)
+        best: Node | None = None
+        most = 0
+        for index in (place, place - 1):
+            if 0 <= index < len(self.keys):
+                common = _common(self.keys[index], tokens)
+                if common > most:
+                    best, most = self.children[index], common
+        return best, most
+
+
+class Hit(NamedTuple):
+    """The longest known prefix of a prompt: whole blocks, then `partial_tokens` of one more node."""
+
+    nodes: tuple[Node, ...]
+    partial: Node | None
+    partial_tokens: int
+
+
+class PrefixTree:
+    """Nodes over the blocks of `pools`. Blocks enter by `insert` (published) and leave by eviction (unpublished)."""
+
+    def __init__(
+        self, pools: tuple[BlockPool, ...], block_size: int, k: int = 2, max_ghosts: int | None = None
+    ) -> None:
+        self._pools = pools
+        self._block_size = block_size
+        self._k = k
+        self._max_ghosts = pools[0].num_blocks if max_ghosts is None else max_ghosts
+        self._roots: dict[str, Node] = {}
+        self._node_of: dict[int, Node] = {}  # by block id in group 0
+        self._ghosts: dict[int, tuple[int, ...]] = {}
+        self._heap: list[tuple[int, int, int, Node]] = []  # candidates; entries that no longer hold are skipped
+        self._serial = 0
+        self.now = 0
+        self.inserts = 0
+        self.evictions = 0
+        self.evicted_reused = 0
+
+    def __len__(self) -> int:
+        return len(self._node_of)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._node_of.values())
+
+    def tick(self) -> None:
+        """One more request has come."""
+        self.now += 1
+
+    def find(self, salt: str, tokens: Sequence[int], limit: int) -> Hit:
+        """The longest known prefix of tokens[:limit] among requests of the same salt. Counts as no reference."""
+        nodes: list[Node] = []
+        node = self._roots.get(salt)
+        start = 0
+        while node is not None and start < limit:
+            child, common = node.closest(tuple(tokens[start : min(start + self._block_size, limit)]))
+            if common < self._block_size:
+                return Hit(tuple(nodes), child, common)
+            assert child is not None
+            nodes.append(child)
+            node = child
+            start += self._block_size
+        return Hit(tuple(nodes), None, 0)
+
+    def root(self, salt: str) -> Node:
+        """The node under which prefixes of this salt begin. It lasts while it has children, so do not keep it."""
+        node = self._roots.get(salt)
+        if node is None:
+            if len(self._roots) > len(self._node_of) + 64:
+                self._roots = {name: root for name, root in self._roots.items() if root.children}
+            node = self._roots[salt] = Node(None, (), (), hash((0, *salt.encode())))
+        return node
+
+    def insert(self, parent: Node, tokens: tuple[int, ...], blocks: Column, request: int) -> Node:
+        """The node for `tokens` below `parent`: a new one that publishes `blocks`, or the one that already serves them.
+
+        `blocks` are active and not written any more (a partial block: not in its first len(tokens) places). When the
+        content is known already they stay private to their holder.
+        """
+        place = bisect_left(parent.keys, tokens)
+        if place < len(parent.keys) and parent.keys[place][: len(tokens)] == tokens:
+            node = parent.children[place]
+            self.touch(node, request)
+            return node
+        history: tuple[int, ...] = ()
+        owner = -1
+        if place > 0 and parent.keys[place - 1] == tokens[: len(parent.keys[place - 1])]:
+            shorter = parent.children[place - 1]
+            history, owner = shorter.history, shorter.owner
+            self._remove(shorter)
+            place -= 1
+        node = Node(parent, tokens, blocks, hash((parent.ghost_key, tokens)))
+        ghost = self._ghosts.pop(node.ghost_key, None)
+        if ghost is not None:
+            self.evicted_reused += 1
+            history = tuple(sorted((*history, *ghost), reverse=True))[: self._k]
+        node.history, node.owner = history, owner
+        for pool, block in zip(self._pools, blocks):
+            pool.publish(block)
+        parent.keys.insert(place, tokens)
+        parent.children.insert(place, node)
+        self._node_of[blocks[0]] = node
+        self.inserts += 1
+        self.touch(node, request)
+        return node
+
+    def touch(self, node: Node, request: int) -> None:
+        """Record that `request` uses the node."""
+        if node.owner == request and node.history:
+            node.history = (self.now, *node.history[1:])
+        else:
+            node.history = (self.now, *node.history)[: self._k]
+            node.owner = request
+        self._offer(node)
+
+    def refresh(self, node: Node, request: int) -> None:
+        """`request`, which used the path down to `node`, leaves: it was in use until now. No new reference."""
+        step: Node | None = node
+        while step is not None and step.parent is not None:
+            if step.owner == request:
+                step.history = (self.now, *step.history[1:])
+                self._offer(step)
+            step = step.parent
+
+    def idle(self, block: int) -> None:
+        """Take note that a published block of group 0 has lost its last holder."""
+        self._offer(self._node_of[block])
+
+    def evict(self) -> bool:
+        """Forget the least valuable leaf that nobody holds, and free its block in every group. False: there is none."""
+        while self._heap:
+            kth, last, _, node = heapq.heappop(self._heap)
+            if node.alive and self._evictable(node) and (kth, last) == self._rank(node):
+                self._remember(node)
+                self._remove(node)
+                self.evictions += 1
+                return True
+        return False
+
+    def prune(self, node: Node) -> None:
+        """Forget `node` and all below it, at once and without ghosts. Blocks in use stay with their holders."""
+        below = [node]
+        for each in below:  # grows while it is read: breadth first
+            below.extend(each.children)
+        for each in reversed(below):
+            self._remove(each)
+
+    def flush(self) -> None:
+        """Forget everything, which frees all that nobody holds. Holders keep their blocks and may publish again."""
+        self.evictions += self._pools[0].num_cached
+        for root in tuple(self._roots.values()):
+            for child in tuple(root.children):
+                self.prune(child)
+
+    def node_of(self, block: int) -> Node | None:
+        """The node that publishes this block of group 0."""
+        return self._node_of.get(block)
+
+    def _rank(self, node: Node) -> tuple[int, int]:
+        kth = node.history[self._k - 1] if len(node.history) >= self._k else -1
+        return kth, node.history[0]
+
+    def _evictable(self, node: Node) -> bool:
+        return not node.children and not any(pool.refs(block) for pool, block in zip(self._pools, node.blocks))
+
+    def _offer(self, node: Node) -> None:
+        if not node.blocks or not self._evictable(node):
+            return
+        if len(self._heap) > 2 * len(self._node_of) + 64:
+            self._heap = [self._entry(each) for each in self if each is not node and self._evictable(each)]
+            heapq.heapify(self._heap)
+        heapq.heappush(self._heap, self._entry(node))
+
+    def _entry(self, node: Node) -> tuple[int, int, int, Node]:
+        self._serial += 1
+        return (*self._rank(node), self._serial, node)
+
+    def _remember(self, node: Node) -> None:
+        self._ghosts[node.ghost_key] = node.history
+        if len(self._ghosts) > self._max_ghosts:
+            del self._ghosts[next(iter(self._ghosts))]
+
+    def _remove(self, node: Node) -> None:
+        assert node.parent is not None and not node.children, node.tokens
+        for pool, block in zip(self._pools, node.blocks):
+            pool.unpublish(block)
+        parent = node.parent
+        place = bisect_left(parent.keys, node.tokens)
+        del parent.keys[place], parent.children[place]
+        del self._node_of[node.blocks[0]]
+        node.alive = False
+        node.blocks = ()
+        self._offer(parent)
+
+
+def _common(left: tuple[int, ...], right: tuple[int, ...]) -> int:
+    count = 0
+    for one, other in zip(left, right):
+        if one != other:
+            break
+        count += 1
+    return count

@@ -1,0 +1,106 @@
+"""Short ways to write requests and configurations, and the invariants that hold between any two calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from llmctl.engine.request import Request, SamplingParams
+from llmctl.engine.schedule.blocks import BlockState
+from llmctl.engine.schedule.scheduler import Scheduler, SchedulerConfig
+
+
+def request(
+    id: str,
+    prompt: Sequence[int],
+    max_tokens: int = 4,
+    n: int = 1,
+    stop_ids: tuple[int, ...] = (),
+    min_tokens: int = 0,
+    seed: int = 1,
+    tenant: str = "",
+    salt: str = "",
+    priority: int = 0,
+    logprobs: int | None = None,
+) -> Request:
+    return Request(
+        id=id,
+        prompt=tuple(prompt),
+        sampling=SamplingParams(n=n, min_tokens=min_tokens, logprobs=logprobs),
+        seed=seed,
+        stop_ids=stop_ids,
+        max_tokens=max_tokens,
+        tenant=tenant,
+        salt=salt,
+        priority=priority,
+    )
+
+
+def config(
+    num_blocks: int | tuple[int, ...] = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 128,
+    **more: object,
+) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        num_blocks=(num_blocks,) if isinstance(num_blocks, int) else num_blocks,
+        max_model_len=max_model_len,
+        **more,
+    )
+
+
+def check_invariants(scheduler: Scheduler) -> None:
+    """Blocks, tree and sequences agree with each other."""
+    memory, running = scheduler._memory, list(scheduler._running.values())
+    tree, limits = memory.tree, scheduler._config
+    assert not memory._held
+    for group, pool in enumerate(memory.pools):
+        held = Counter(column[group] for seq in running for column in seq.blocks)
+        published = [node.blocks[group] for node in tree]
+        assert len(set(published)) == len(published)
+        assert sorted(pool._free) == sorted(set(pool._free))
+        for block in range(pool.num_blocks):
+            assert pool.refs(block) == held[block]
+            assert pool.published(block) == (block in published)
+            assert (block in pool._free) == (pool.state(block) is BlockState.FREE)
+        assert pool.num_free + pool.num_cached + pool.num_active == pool.num_blocks
+        assert pool.num_cached == sum(pool.state(block) is BlockState.CACHED for block in range(pool.num_blocks))
+    check_tree(tree, limits.block_size)
+    assert len(running) <= limits.max_num_seqs
+    slots = [row.seq.slot for flight in scheduler._in_flight for row in flight.rows if row.seq.slot >= 0]
+    used = {seq.slot for seq in running} | set(slots)
+    assert not used & set(scheduler._free_slots)
+    assert len(used) + len(scheduler._free_slots) == limits.max_num_seqs
+    for seq in running:
+        assert len(seq.blocks) == memory.blocks_for(seq.scheduled)
+        assert seq.computed <= seq.scheduled <= seq.goal
+        assert seq.generated + seq.pending <= max(seq.max_new, 0)
+    live = sum(len(samples) for samples in scheduler._requests.values())
+    assert scheduler.stats().waiting + scheduler.stats().running == live == scheduler._live
+    assert len(scheduler._queue) == len(scheduler._waiting)
+
+
+def check_tree(tree, block_size: int) -> None:
+    reached = []
+    entries = {(id(node), kth, last) for kth, last, _, node in tree._heap}
+    below = list(tree._roots.values())
+    for node in below:
+        below.extend(node.children)
+        assert node.keys == sorted(node.keys) == [child.tokens for child in node.children]
+        for left, right in zip(node.keys, node.keys[1:]):
+            assert right[: len(left)] != left, "one child's tokens begin another's"
+        if node.parent is not None:
+            reached.append(node)
+            assert node.alive and node in node.parent.children and 0 < len(node.tokens) <= block_size
+            assert len(node.tokens) == block_size or not node.children
+            assert tree.node_of(node.blocks[0]) is node
+            assert 0 < len(node.history) <= tree._k and list(node.history) == sorted(node.history, reverse=True)
+            if tree._evictable(node):
+                assert (id(node), *tree._rank(node)) in entries, "a victim that eviction would not find"
+    assert len(reached) == len(tree)
+    assert len(tree._ghosts) <= tree._max_ghosts

@@ -1,0 +1,237 @@
+"""A runner without a model, for tests: applies Steps exactly as documented and checks that they are legal.
+
+For every block and offset it keeps the hash of the whole token history whose KV was written there. A chunk may be computed
+only if each position it attends to holds the hash of this sequence's own history, so sharing, copying or reusing a wrong
+block is caught where it happens. The next token is a pure function of the history and the sequence's seed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from llmctl.engine.request import FinishReason, Output, Request
+from llmctl.engine.schedule.scheduler import Scheduler, SchedulerConfig
+from llmctl.engine.schedule.sequence import mix_seed
+from llmctl.engine.schedule.step import ChunkResult, SlotSampling, Step, StepResult
+
+START = 0x5EED
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    """Chooses tokens below `vocab`. One history in `bad_every` gives NaN (0: none)."""
+
+    vocab: int = 16
+    bad_every: int = 0
+
+    def finite(self, history: int) -> bool:
+        return self.bad_every == 0 or hash((history, -7)) % self.bad_every != 0
+
+    def sample(self, history: int, seed: int, banned: Iterable[int] = ()) -> int:
+        order = sorted(range(self.vocab), key=lambda token: hash((history, seed, token)))
+        return next(token for token in order if token not in banned)
+
+
+def extend(history: int, token: int) -> int:
+    return hash((history, token))
+
+
+@dataclass
+class Slot:
+    prompt_len: int
+    sampling: SlotSampling
+    tokens: list[int]
+    tables: list[list[int]]
+    computed: int | None = None  # None until the first chunk says how much a cache gave
+    histories: list[int] = field(default_factory=list)  # of each position
+
+    def history(self, position: int) -> int:
+        while len(self.histories) <= position:
+            before = self.histories[-1] if self.histories else START
+            self.histories.append(extend(before, self.tokens[len(self.histories)]))
+        return self.histories[position]
+
+
+class FakeRunner:
+    """Executes steps at once, in order; a test delivers the results later to try deeper pipelines."""
+
+    def __init__(self, config: SchedulerConfig, model: FakeModel | None = None) -> None:
+        self.config = config
+        self.model = model or FakeModel()
+        self.slots: dict[int, Slot] = {}
+        self.kv = [
+            [[None] * config.block_size for _ in range(count)] for count in config.num_blocks
+        ]  # type: list[list[list[int | None]]]
+        self.next_index = 0
+        self.copied_tokens = 0
+        self.computed_tokens = 0
+
+    def submit(self, step: Step) -> StepResult:
+        config = self.config
+        assert step.index == self.next_index
+        self.next_index += 1
+        for slot in step.drop:
+            del self.slots[slot]
+        for admit in step.admit:
+            assert 0 <= admit.slot < config.max_num_seqs and admit.slot not in self.slots
+            tokens = array("i")
+            tokens.frombytes(admit.tokens)
+            assert 0 < admit.prompt_len <= len(tokens)
+            self.slots[admit.slot] = Slot(
+                admit.prompt_len, admit.sampling, list(tokens), [[] for _ in config.num_blocks]
+            )
+        assert len(self.slots) <= config.max_num_seqs
+        for delta in step.tables:
+            assert delta.blocks
+            assert all(0 <= block < config.num_blocks[delta.group] for block in delta.blocks)
+            self.slots[delta.slot].tables[delta.group].extend(delta.blocks)
+        self._copy(step)
+        assert step.chunks, "an empty step"
+        assert len({chunk.slot for chunk in step.chunks}) == len(step.chunks)
+        assert sum(chunk.count for chunk in step.chunks) <= config.max_num_batched_tokens
+        for chunk in step.chunks:
+            self._check_reads(self.slots[chunk.slot], chunk.start)
+            self._write(self.slots[chunk.slot], chunk.start, chunk.count)
+        for chunk in step.chunks:  # again: has one chunk written over what another reads?
+            self._check_reads(self.slots[chunk.slot], chunk.start + chunk.count)
+        return StepResult(step.index, tuple(self._result(chunk) for chunk in step.chunks))
+
+    def _copy(self, step: Step) -> None:
+        targets = {(copy.group, copy.target) for copy in step.copies}
+        assert len(targets) == len(step.copies)
+        new = {(delta.group, block) for delta in step.tables for block in delta.blocks}
+        assert targets <= new, "a copy into a block that is nobody's new one"
+        for copy in step.copies:
+            assert (copy.group, copy.source) not in targets and (copy.group, copy.source) not in new
+            assert 0 < copy.tokens < self.config.block_size
+            source = self.kv[copy.group][copy.source]
+            assert None not in source[: copy.tokens], "a copy of positions never written"
+            rest = self.config.block_size - copy.tokens
+            self.kv[copy.group][copy.target] = source[: copy.tokens] + [None] * rest
+            self.copied_tokens += copy.tokens
+
+    def _check_reads(self, slot: Slot, end: int) -> None:
+        size = self.config.block_size
+        for position in range(end):
+            history = slot.history(position)
+            for group, table in enumerate(slot.tables):
+                assert self.kv[group][table[position // size]][position % size] == history, (
+                    f"position {position} reads another history"
+                )
+
+    def _write(self, slot: Slot, start: int, count: int) -> None:
+        size = self.config.block_size
+        assert slot.computed in (None, start), f"chunk starts at {start}, {slot.computed} are computed"
+        assert count > 0 and start + count <= len(slot.tokens), "a chunk past the known tokens"
+        for position in range(start, start + count):
+            for group, table in enumerate(slot.tables):
+                self.kv[group][table[position // size]][position % size] = slot.history(position)
+        slot.computed = start + count
+        self.computed_tokens += count
+
+    def _result(self, chunk) -> ChunkResult:
+        slot = self.slots[chunk.slot]
+        end = chunk.start + chunk.count
+        if chunk.logits_from == chunk.count:
+            return ChunkResult(chunk.slot)
+        assert chunk.logits_from == chunk.count - 1 and end == len(slot.tokens)
+        history = slot.history(end - 1)
+        if not self.model.finite(history):
+            slot.tokens.append(0)  # whatever was sampled: a step in flight may feed it
+            return ChunkResult(chunk.slot, (), False)
+        generated = end - slot.prompt_len
+        banned = slot.sampling.banned_ids if generated < slot.sampling.banned_until else ()
+        token = self.model.sample(history, slot.sampling.seed, banned)
+        slot.tokens.append(token)
+        logprobs = (float(-token),) if slot.sampling.logprobs >= 0 else ()
+        return ChunkResult(chunk.slot, (token,), True, logprobs)
+
+
+@dataclass
+class Received:
+    """All that came for one sequence."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    cached_tokens: int = 0
+    error: str = ""
+
+
+class Loop:
+    """Scheduler and fake runner joined, with `depth` steps in flight. `on_step` sees each Step."""
+
+    def __init__(self, config: SchedulerConfig, model: FakeModel | None = None) -> None:
+        self.config = config
+        self.scheduler = Scheduler(config)
+        self.runner = FakeRunner(config, model)
+        self.results: list[StepResult] = []
+        self.steps: list[Step] = []
+        self.received: dict[tuple[str, int], Received] = {}
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        self.take(self.scheduler.abort(request_id))
+
+    def launch(self) -> Step | None:
+        """Schedule and execute one step if there is one; its result waits."""
+        step = self.scheduler.schedule()
+        if step is not None:
+            self.results.append(self.runner.submit(step))
+            self.steps.append(step)
+        return step
+
+    def deliver(self) -> tuple[Output, ...]:
+        """Hand the oldest waiting result to the scheduler."""
+        outputs = self.scheduler.update(self.results.pop(0))
+        self.take(outputs)
+        return outputs
+
+    def step(self) -> tuple[Output, ...]:
+        """Fill the pipeline, then take one result out."""
+        while self.launch() is not None:
+            pass
+        return self.deliver() if self.results else ()
+
+    def run(self, max_steps: int = 100_000) -> dict[tuple[str, int], Received]:
+        """Step until everything has ended."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                return self.received
+            self.step()
+        raise AssertionError(f"still at work after {max_steps} steps")
+
+    def take(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
+            got = self.received.setdefault((output.request_id, output.index), Received())
+            assert got.finish is None, "an output after the end"
+            assert output.first == len(got.tokens), "tokens lost or repeated"
+            assert output.epoch == self.config.epoch
+            got.tokens.extend(output.tokens)
+            got.finish = output.finish
+            got.cached_tokens = output.cached_tokens
+            got.error = output.error
+
+
+def calm_run(request: Request, index: int, limit: int, model: FakeModel) -> tuple[list[int], FinishReason]:
+    """What the sequence must give whatever its company: its tokens and how it ends, by definition and not by schedule."""
+    history = START
+    for token in request.prompt:
+        history = extend(history, token)
+    tokens: list[int] = []
+    most = min(request.max_tokens, limit - len(request.prompt))
+    seed = mix_seed(request.seed, index)
+    while len(tokens) < most:
+        if not model.finite(history):
+            return tokens, FinishReason.ERROR
+        banned = request.stop_ids if len(tokens) < request.sampling.min_tokens else ()
+        token = model.sample(history, seed, banned)
+        tokens.append(token)
+        history = extend(history, token)
+        if token in request.stop_ids:
+            return tokens, FinishReason.STOP
+    return tokens, FinishReason.LENGTH

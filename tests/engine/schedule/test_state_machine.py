@@ -1,0 +1,160 @@
+"""Blocks, tree and scheduler together under random requests, aborts and pipelines, checked after every call."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from llmctl.engine.request import FinishReason
+from llmctl.kernels.errors import CapacityError
+
+from .builders import check_invariants, config, request
+from .fake_runner import FakeModel, Loop, calm_run
+
+RULES = int(os.environ.get("LLMCTL_STATE_STEPS", "2000"))  # how many rules to run in all, about
+RULES_EACH = 50
+
+STOP_IDS = (0, 1)
+prompts = st.builds(
+    lambda stem, length, tail: (STEMS[stem] * 3)[:length] + tail,
+    st.integers(0, 2),
+    st.integers(0, 20),
+    st.lists(st.integers(0, 2), min_size=1, max_size=7),
+)
+STEMS = ([2, 3, 4, 5, 6, 7, 8], [2, 3, 4, 5, 9, 9, 9], [5, 5, 5, 5, 5, 5, 5])
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    rules_run = 0
+    steps_run = 0
+
+    @initialize(
+        num_blocks=st.integers(3, 14),
+        block_size=st.sampled_from((1, 2, 4, 8)),
+        groups=st.sampled_from((1, 1, 2)),
+        max_num_seqs=st.integers(1, 6),
+        budget=st.sampled_from((1, 3, 8, 64)),
+        depth=st.integers(1, 3),
+        caching=st.sampled_from((True, True, False)),
+        policy=st.sampled_from(("hybrid", "fcfs")),
+        bad_every=st.sampled_from((0, 0, 20)),
+        eviction_k=st.integers(1, 3),
+    )
+    def begin(
+        self, num_blocks, block_size, groups, max_num_seqs, budget, depth, caching, policy, bad_every, eviction_k
+    ):
+        self.model = FakeModel(vocab=12, bad_every=bad_every)
+        sizes = (num_blocks,) if groups == 1 else (num_blocks, num_blocks + 2)
+        self.loop = Loop(
+            config(
+                sizes,
+                block_size,
+                max_num_seqs,
+                budget,
+                max_model_len=40,
+                depth=depth,
+                enable_prefix_caching=caching,
+                policy=policy,
+                eviction_k=eviction_k,
+                epoch=3,
+            ),
+            self.model,
+        )
+        self.limit = min(40, num_blocks * block_size)
+        self.requests = {}
+        self.aborted = set()
+        self.count = 0
+
+    @rule(
+        prompt=prompts,
+        max_tokens=st.integers(0, 12),
+        n=st.sampled_from((1, 1, 1, 2, 4)),
+        stops=st.booleans(),
+        min_tokens=st.integers(0, 3),
+        tenant=st.sampled_from(("a", "b")),
+        salt=st.sampled_from(("", "", "", "s")),
+        priority=st.sampled_from((0, 0, 0, 1)),
+    )
+    def add(self, prompt, max_tokens, n, stops, min_tokens, tenant, salt, priority):
+        asked = request(
+            f"r{self.count}",
+            prompt,
+            max_tokens,
+            n,
+            STOP_IDS if stops else (),
+            min_tokens,
+            seed=self.count,
+            tenant=tenant,
+            salt=salt,
+            priority=priority,
+        )
+        self.count += 1
+        fits = len(prompt) + min(max_tokens, 1) <= self.limit
+        try:
+            self.loop.add(asked)
+            assert fits
+            self.requests[asked.id] = asked
+        except CapacityError:
+            assert not fits
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data):
+        chosen = data.draw(st.sampled_from(sorted(self.requests)))
+        self.aborted.add(chosen)
+        self.loop.abort(chosen)
+
+    @rule()
+    def launch(self):
+        self.loop.launch()
+
+    @rule()
+    def deliver(self):
+        if self.loop.results:
+            self.loop.deliver()
+
+    @rule(times=st.integers(1, 8))
+    def step(self, times):
+        for _ in range(times):
+            self.loop.step()
+            check_invariants(self.loop.scheduler)
+
+    @invariant()
+    def holds(self):
+        if hasattr(self, "loop"):
+            SchedulerMachine.rules_run += 1
+            check_invariants(self.loop.scheduler)
+
+    def teardown(self):
+        if not hasattr(self, "loop"):
+            return
+        loop = self.loop
+        received = loop.run()
+        check_invariants(loop.scheduler)
+        SchedulerMachine.steps_run += len(loop.steps)
+        stats = loop.scheduler.stats()
+        assert (stats.waiting, stats.running, stats.blocks_active) == (0, 0, 0)
+        assert len(loop.scheduler._free_slots) == loop.config.max_num_seqs
+        for asked in self.requests.values():
+            for index in range(asked.sampling.n):
+                got = received[asked.id, index]
+                tokens, finish = calm_run(asked, index, self.limit, self.model)
+                if got.finish is FinishReason.ABORT:
+                    assert asked.id in self.aborted
+                    assert got.tokens == tokens[: len(got.tokens)]
+                else:
+                    assert (got.tokens, got.finish) == (tokens, finish)
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    max_examples=max(1, RULES // RULES_EACH),
+    stateful_step_count=RULES_EACH,
+    deadline=None,
+    derandomize="LLMCTL_STATE_STEPS" not in os.environ,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
