@@ -1,1 +1,1 @@
-"""The terminal conversation: screen, slash commands, history."""
+"""Chat in a terminal: what is typed, what is said, and how it looks."""

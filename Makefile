@@ -1,0 +1,60 @@
+# make demo    set up, fetch the default model, chat once, and measure beside transformers
+# make test    set up and run the tests
+# make lint    ruff and mypy
+# make wheel   build a wheel into dist/
+#
+# Everything happens in .venv, which is made when it is missing. PYTHON names the interpreter to make it with.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+NATIVE := $(shell find kernels/cpu -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt 2>/dev/null)
+
+.PHONY: help setup demo test test-all lint wheel clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+setup: $(VENV)/.ready
+
+# torch first and by its exact version, so that nothing else can ask pip for another one.
+$(VENV)/.torch: constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo 'error: Python 3.11 or newer is needed; set PYTHON' >&2; exit 2; }
+	$(PIP) install -q -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	touch $@
+
+# The extension is built against the checkout (editable): Python changes need nothing, C++ changes come through here.
+$(VENV)/.ready: $(VENV)/.torch pyproject.toml constraints.txt $(NATIVE)
+	$(PIP) install -q -c constraints.txt 'scikit-build-core>=1.0' 'nanobind>=2.4' 'cmake>=3.25' ninja
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/llmctl models pull
+	$(BIN)/llmctl chat --temperature 0 -p 'What is a paged KV cache? Answer in one sentence.'
+	$(BIN)/python -m llmctl.cli.bench.demo
+
+test: setup
+	$(BIN)/python -m pytest -q -m 'not slow'
+
+test-all: setup
+	$(BIN)/python -m pytest -q
+
+lint: setup
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+wheel: setup
+	$(PIP) wheel -q -c constraints.txt --no-build-isolation --no-deps -w dist .
+
+clean:
+	rm -rf $(VENV) build dist

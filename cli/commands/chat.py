@@ -1,0 +1,101 @@
+"""`llmctl chat`: a conversation in the terminal, one answer for a script, or one for a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from ...engine.config import EngineConfig, environment
+from ...engine.request import SamplingParams
+from ...kernels.errors import UsageError
+from ..chat.conversation import Conversation, ask
+from ..chat.screen import describe, line_editor, printable, status
+from ..chat.session import talk
+from ..console import Console
+from ..exits import ExitCode
+from ..options import EngineOptions, SamplingOptions
+
+if TYPE_CHECKING:
+    from ...engine.frontend import Frontend
+
+
+def chat(
+    context: typer.Context,
+    config: EngineOptions,
+    sampling: SamplingOptions,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Answer this and exit; stdin is not read.")
+    ] = None,
+    system: Annotated[str, typer.Option("--system", metavar="TEXT", help="The system prompt.")] = "",
+) -> None:
+    """Chat with a model.
+
+    On a terminal this is a conversation (`/help` lists what can be typed). Without one, all of stdin is a single
+    message, and stdout is the answer alone.
+    """
+    console: Console = context.obj
+    question = _question(console, prompt)
+    with contextlib.closing(_launch(console, config)) as frontend:
+        chosen = sampling.over(chat_defaults(frontend.sampling_defaults))
+        chosen.check(frontend.info.vocab_size)
+        conversation = Conversation(system)
+        if question is not None:
+            _answer_once(console, frontend, conversation, chosen, question)
+            return
+        read = line_editor(environment().cache / "chat_history")
+        console.say(
+            f"{frontend.info.model}, {frontend.info.weight_format}, {frontend.info.max_model_len} tokens", "bold"
+        )
+        console.say(f"{describe(chosen)}; /help lists the commands", "dim")
+        talk(console, frontend, conversation, chosen, read)
+
+
+def chat_defaults(model_defaults: SamplingParams) -> SamplingParams:
+    """How answers are sampled when nothing is asked: as the model's authors say, else temperature 0.7 and top_p 0.9.
+
+    Plain sampling at temperature 1 is what an API promises, but small models wander with it. An answer may be as long
+    as the context allows.
+    """
+    silent = model_defaults == SamplingParams(max_tokens=model_defaults.max_tokens)
+    if silent:
+        return msgspec.structs.replace(model_defaults, temperature=0.7, top_p=0.9, max_tokens=None)
+    return msgspec.structs.replace(model_defaults, max_tokens=None)
+
+
+def _question(console: Console, prompt: str | None) -> str | None:
+    """The only message there will be, or None for a conversation. Read before the model is loaded."""
+    if prompt is not None:
+        question, source = prompt, "`--prompt`"
+    elif console.interactive:
+        return None
+    else:
+        question, source = console.stdin.read(), "stdin"
+    if not question.strip():
+        raise UsageError(f"nothing to answer: {source} is empty", 'give a message, as in `llmctl chat -p "hello"`')
+    return question.strip()
+
+
+def _launch(console: Console, config: EngineConfig) -> Frontend:
+    from ...engine.launch import launch
+
+    with console.progress() as progress:
+        return launch(config, progress=progress)
+
+
+def _answer_once(
+    console: Console, frontend: Frontend, conversation: Conversation, sampling: SamplingParams, question: str
+) -> None:
+    def write(text: str) -> None:
+        console.stdout.write(printable(text) if console.stdout_tty else text)
+        console.stdout.flush()
+
+    answer = ask(frontend, conversation.messages(question), sampling, write)
+    if not answer.text.endswith("\n"):
+        console.data("")
+    if console.stderr_tty:
+        console.say(status(answer, frontend.info.max_model_len), "dim")
+    if answer.finish is None:
+        raise typer.Exit(ExitCode.INTERRUPTED)

@@ -1,0 +1,83 @@
+"""`llmctl doctor`: what this machine is, which kernels would run on it and why, and what is wrong."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from ...engine.config import environment
+from ..console import Console
+from ..exits import ExitCode
+from ..options import Json
+
+if TYPE_CHECKING:
+    from ..diagnosis import Diagnosis
+    from ..kernel_choice import Choice
+
+
+def doctor(context: typer.Context, json: Json = False) -> None:
+    """Explain this machine: its CPU, the kernels that would be bound and why, packages, caches.
+
+    The exit code is 1 if something is wrong.
+    """
+    from ..diagnosis import diagnose
+
+    console: Console = context.obj
+    diagnosis = diagnose(environment())
+    if json:
+        console.json(as_json(diagnosis))
+    else:
+        show(console, diagnosis)
+    if diagnosis.problems:
+        raise typer.Exit(ExitCode.FAILURE)
+
+
+def as_json(diagnosis: Diagnosis) -> dict[str, object]:
+    """The diagnosis as plain values; sizes in bytes."""
+    import msgspec
+
+    plain: dict[str, object] = msgspec.to_builtins(diagnosis, enc_hook=str)
+    return plain
+
+
+def show(console: Console, diagnosis: Diagnosis) -> None:
+    """Print the diagnosis: tables on stdout, each problem as an error on stderr."""
+    from ...engine.budget import format_bytes
+
+    machine = diagnosis.machine
+    caches = ", ".join(
+        f"{name} {format_bytes(size)}"
+        for name, size in (("L1d", machine.l1d_bytes), ("L2", machine.l2_bytes), ("L3", machine.l3_bytes))
+        if size
+    )
+    console.table(
+        [f"llmctl {diagnosis.version}", ""],
+        [
+            ["CPU", machine.model],
+            ["instruction sets", " ".join(machine.features) or "none that matters here"],
+            ["cores", f"{machine.physical_cores} physical, {machine.cores} logical; {diagnosis.threads} threads"],
+            ["caches", caches or "unknown"],
+            [
+                "memory",
+                f"{format_bytes(machine.memory_available)} available of {format_bytes(machine.memory_total)}",
+            ],
+            ["kernels", diagnosis.isa],
+            ["default model", diagnosis.default_model or "not fetched yet (`llmctl models pull`)"],
+            *([folder.purpose, f"{format_bytes(folder.bytes)} in {folder.path}"] for folder in diagnosis.caches),
+        ],
+    )
+    console.table(["op", "for", "runs on", "source", "refused"], kernel_rows(diagnosis.kernels))
+    console.table(
+        ["package", "version"], [[name, version or "not installed"] for name, version in diagnosis.packages.items()]
+    )
+    for problem in diagnosis.problems:
+        console.error(problem)
+
+
+def kernel_rows(kernels: tuple[Choice, ...]) -> list[list[str]]:
+    """A row for each op and outcome; the formats that share one are in one row."""
+    rows: dict[tuple[str, str, str, str], list[str]] = {}
+    for choice in kernels:
+        rows.setdefault((choice.op, choice.isa, choice.source, "; ".join(choice.refused)), []).append(choice.case)
+    return [[op, ", ".join(cases), isa, source, refused] for (op, isa, source, refused), cases in rows.items()]

@@ -1,0 +1,117 @@
+"""`llmctl plan`: where the memory would go, from a checkpoint's headers, without loading it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import typer
+
+from ...engine.config import EngineConfig, environment
+from ..console import Console
+from ..options import EngineOptions, Json
+
+if TYPE_CHECKING:
+    from ...engine.budget import MemoryBudget
+    from ...kernels.formats import WeightFormat
+
+LENGTHS = (512, 2048, 8192, 32768)  # worth knowing about, as far as the model goes
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSize:
+    """A model's weights in the kernels' layout: bytes, and how many weights have which format."""
+
+    bytes: int
+    formats: dict[str, int]
+
+
+def plan(context: typer.Context, config: EngineOptions, json: Json = False) -> None:
+    """Show what memory a model would take here, and how many sequences would fit.
+
+    Only headers are read; a model that is not on this machine is fetched first.
+    """
+    from ...engine.budget import memory_budget
+    from ...engine.load.checkpoint import open_checkpoint
+    from ...engine.load.hub import resolve
+    from ...kernels.device import read_machine
+
+    console: Console = context.obj
+    with console.progress() as progress:
+        source = resolve(config.model, environment=environment(), progress=progress)
+    checkpoint = open_checkpoint(source)
+    size = packed_size(((t.format, t.shape) for t in checkpoint.tensors.values() if t.format is not None), config)
+    available = read_machine().memory_available
+    budget = memory_budget(checkpoint.spec, size.bytes, tuple(size.formats), config, available)
+    if json:
+        console.json(as_json(source.name, size, budget))
+    else:
+        show(console, source.name, size, budget)
+
+
+def packed_size(tensors: Iterable[tuple[WeightFormat, tuple[int, ...]]], config: EngineConfig) -> PackedSize:
+    """What these tensors (format and shape as stored) take once packed. Vectors are few and not counted."""
+    from ...engine.load.convert import target_format
+    from ...kernels.cpu.pack import packed_bytes
+
+    total, formats = 0, Counter[str]()
+    for stored, shape in tensors:
+        if len(shape) == 2:
+            format = target_format(stored, config.dtype)
+            total += packed_bytes(format, *shape)
+            formats[format.name] += 1
+    return PackedSize(total, dict(sorted(formats.items())))
+
+
+def as_json(model: str, size: PackedSize, budget: MemoryBudget) -> dict[str, object]:
+    """The plan as plain values; sizes in bytes."""
+    return {
+        "model": model,
+        "weight_formats": size.formats,
+        "available_bytes": budget.available,
+        "weight_bytes": budget.weights,
+        "kv_bytes": budget.kv_bytes,
+        "workspace_bytes": budget.workspace,
+        "reserve_bytes": budget.reserve,
+        "total_bytes": budget.total,
+        "kv_format": budget.kv_format,
+        "kv_bytes_per_token": budget.kv_bytes_per_token,
+        "block_size": budget.block_size,
+        "bytes_per_block": budget.bytes_per_block,
+        "num_blocks": budget.num_blocks,
+        "max_model_len": budget.max_model_len,
+        "sequences": {str(length): budget.sequences(length) for length in lengths(budget)},
+    }
+
+
+def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget) -> None:
+    """Print the plan as tables."""
+    from ...engine.budget import format_bytes
+
+    formats = ", ".join(f"{count} {name}" for name, count in size.formats.items())
+    pool = (
+        f"{budget.num_blocks} blocks of {budget.block_size} tokens in {budget.kv_format}, "
+        f"{format_bytes(budget.kv_bytes_per_token)} per token"
+    )
+    console.table(
+        ["memory", ">size", ""],
+        [
+            ["weights", format_bytes(budget.weights), formats],
+            ["KV cache", format_bytes(budget.kv_bytes), pool],
+            ["workspace", format_bytes(budget.workspace), "activations, logits and tables"],
+            ["together", format_bytes(budget.total), ""],
+            ["available", format_bytes(budget.available), f"of which {format_bytes(budget.reserve)} stay in reserve"],
+        ],
+        title=model,
+    )
+    console.table(
+        [">tokens per sequence", ">sequences at once"],
+        [[str(length), str(budget.sequences(length))] for length in lengths(budget)],
+    )
+
+
+def lengths(budget: MemoryBudget) -> list[int]:
+    """The lengths that the plan tells about, the longest last."""
+    return [*(length for length in LENGTHS if length < budget.max_model_len), budget.max_model_len]

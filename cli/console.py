@@ -1,0 +1,133 @@
+"""The three streams and what is known of them, in one record: stdout is data, stderr is talk.
+
+Commands write through a `Console` only, so that tests see exactly what a terminal, a pipe or a file would get. Rich is
+loaded when something is drawn with it: `llmctl --version` should not wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+
+Progress = Callable[[str, int, int], None]  # (description, done, total); total 0: not known
+
+_UNBOUNDED = 1 << 14  # width for output that is not a terminal: a table in a file is never cut
+
+
+@dataclass(frozen=True, slots=True)
+class Console:
+    """Standard streams, which of them are terminals, and whether colour is wanted."""
+
+    stdin: TextIO
+    stdout: TextIO
+    stderr: TextIO
+    stdin_tty: bool
+    stdout_tty: bool
+    stderr_tty: bool
+    color: bool
+
+    @property
+    def interactive(self) -> bool:
+        """True when a person can type here and read the answer here."""
+        return self.stdin_tty and self.stdout_tty
+
+    def data(self, text: str) -> None:
+        """Write one line (or several) of data to stdout."""
+        self.stdout.write(text + "\n")
+        self.stdout.flush()
+
+    def json(self, value: object) -> None:
+        """Write a value as indented JSON to stdout."""
+        self.data(json.dumps(value, indent=2, ensure_ascii=False))
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+        """Write a table to stdout. Columns whose name starts with `>` are aligned to the right."""
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=box.SIMPLE_HEAD, title=Text(title, "bold") if title else None, title_justify="left")
+        table.pad_edge = False
+        for name in columns:
+            right = name.startswith(">")
+            table.add_column(name.removeprefix(">"), justify="right" if right else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        rich = self._rich(self.stdout, self.stdout_tty)
+        rich.print(table)
+
+    def say(self, text: str, style: str = "") -> None:
+        """Write a line of talk to stderr."""
+        from rich.text import Text
+
+        self._rich(self.stderr, self.stderr_tty).print(Text(text, style), soft_wrap=True)
+
+    def error(self, message: str, hint: str = "") -> None:
+        """Write an error, and what to do about it, to stderr."""
+        from rich.text import Text
+
+        rich = self._rich(self.stderr, self.stderr_tty)
+        rich.print(Text.assemble(("error", "bold red"), ": ", message), soft_wrap=True)
+        if hint:
+            rich.print(Text.assemble("\n", ("hint", "bold cyan"), ": ", hint), soft_wrap=True)
+
+    @contextlib.contextmanager
+    def progress(self) -> Iterator[Progress]:
+        """A callable that shows how far long work has come: bars on a terminal, else one line per kind of work."""
+        if not self.stderr_tty:
+            said: set[str] = set()
+
+            def tell(description: str, done: int, total: int) -> None:
+                if description not in said:
+                    said.add(description)
+                    self.say(description)
+
+            yield tell
+            return
+
+        from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bars
+
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+        )
+        with Bars(*columns, console=self._rich(self.stderr, True), transient=True) as bars:
+            tasks: dict[str, TaskID] = {}
+
+            def draw(description: str, done: int, total: int) -> None:
+                if description not in tasks:
+                    tasks[description] = bars.add_task(description)
+                bars.update(tasks[description], completed=done, total=total or None)
+
+            yield draw
+
+    def _rich(self, stream: TextIO, tty: bool) -> RichConsole:
+        from rich.console import Console as RichConsole
+
+        return RichConsole(
+            file=stream,
+            force_terminal=tty,
+            no_color=not self.color,
+            highlight=False,
+            markup=False,
+            emoji=False,
+            width=None if tty else _UNBOUNDED,
+        )
+
+
+def terminal() -> Console:
+    """The console of this process. NO_COLOR (any value but the empty one) and TERM=dumb switch colour off."""
+    color = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    ttys = (stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
+    return Console(sys.stdin, sys.stdout, sys.stderr, *ttys, color=color)

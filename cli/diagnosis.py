@@ -1,0 +1,122 @@
+"""What `doctor` finds out: the machine, the kernels it would get, the packages, the caches, and what is wrong.
+
+Everything is looked up, nothing is loaded or computed, and a thing that is broken becomes a finding, not an exception.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import __version__
+from ..engine.config import Environment
+from ..engine.load.hub import DEFAULT_MODEL, Remotes, hub_download, pip_download, resolve
+from ..kernels.device import Machine, default_threads, read_machine
+from ..kernels.errors import LlmctlError
+from .kernel_choice import Choice, choices
+
+# Distribution names. Torch and transformers are not needed to chat from a warm cache, so they may be absent.
+NEEDED = (
+    *("huggingface-hub", "jinja2", "msgspec", "numpy", "prompt-toolkit", "psutil", "pyzmq", "rich", "tokenizers"),
+    "typer",
+)
+OPTIONAL = ("torch", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFolder:
+    """A folder that may grow: what it is for, where it is, and the bytes in it (0 if it does not exist)."""
+
+    purpose: str
+    path: Path
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """`problems` keep something from working here; `default_model` is its file or folder, "" if not fetched yet."""
+
+    version: str
+    machine: Machine
+    threads: int
+    isa: str
+    kernels: tuple[Choice, ...]
+    packages: dict[str, str]
+    caches: tuple[CacheFolder, ...]
+    default_model: str
+    problems: tuple[str, ...]
+
+
+def diagnose(environment: Environment) -> Diagnosis:
+    """The state of this machine and this installation."""
+    found = choices()
+    remotes = Remotes(_hub_cache(), hub_download, pip_download, default_order=("hub",))
+    packages = {name: _version(name) for name in (*NEEDED, *OPTIONAL)}
+    return Diagnosis(
+        version=__version__,
+        machine=read_machine(),
+        threads=default_threads(),
+        isa=", ".join(dict.fromkeys(choice.isa for choice in found)),
+        kernels=found,
+        packages=packages,
+        caches=(
+            CacheFolder("models and packed weights", environment.cache, folder_bytes(environment.cache)),
+            CacheFolder("Hugging Face downloads", remotes.hub_cache, folder_bytes(remotes.hub_cache)),
+        ),
+        default_model=_default_model(environment, remotes),
+        problems=tuple(_problems(environment, found, packages)),
+    )
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of the files under `folder`, links not followed; what vanishes meanwhile counts nothing."""
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(path, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def _hub_cache() -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _default_model(environment: Environment, remotes: Remotes) -> str:
+    local = dataclasses.replace(environment, model="", offline=True)
+    try:
+        return str(resolve(DEFAULT_MODEL, environment=local, remotes=remotes).path)
+    except LlmctlError:
+        return ""
+
+
+def _problems(environment: Environment, kernels: tuple[Choice, ...], packages: dict[str, str]) -> list[str]:
+    problems = [f"package `{name}` is not installed" for name in NEEDED if not packages[name]]
+    slow = [choice for choice in kernels if choice.isa == "reference"]
+    for reason in dict.fromkeys("; ".join(choice.refused) for choice in slow):
+        ops = dict.fromkeys(choice.op for choice in slow if "; ".join(choice.refused) == reason)
+        problems.append(f"{', '.join(ops)} would run on the slow reference: {reason or 'no kernel is registered'}")
+    if not _writable(environment.cache):
+        problems.append(f"`{environment.cache}` cannot be written to; LLMCTL_CACHE names another folder")
+    return problems
+
+
+def _writable(folder: Path) -> bool:
+    """Whether the folder, or the nearest one above it that exists, lets us write."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK)

@@ -1,0 +1,236 @@
+"""The options that several commands share, and the records that they become.
+
+`EngineOptions` stands on every command that runs the engine, `SamplingOptions` on every command that generates. Names
+are those of vLLM; aliases are what users of other engines type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from ..engine.config import POLICIES, EngineConfig
+from ..engine.request import SamplingParams
+from ..kernels.errors import UsageError
+from .expand import Built
+
+_DTYPE_NAMES = {
+    "half": "float16",
+    "fp16": "float16",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "float": "float32",
+    "fp32": "float32",
+    "f32": "float32",
+}
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)")
+
+
+def parse_count(value: str | int) -> int:
+    """A whole number, with vLLM's suffixes: 32k is 32000 and 1.5k is 1500, 32K is 32768.
+
+    Typer hands a parser the option's default as well as what was typed.
+    """
+    text = str(value).strip()
+    match = _COUNT.fullmatch(text)
+    if match is None:
+        raise typer.BadParameter(f"`{text}` is not a count such as 4096, 32k (32000) or 32K (32768)")
+    digits, suffix = match.groups()
+    if not suffix or suffix.isupper():
+        if "." in digits:
+            raise typer.BadParameter(f"`{text}` is not a whole number; decimals need a small suffix such as 1.5k")
+        return int(digits) * 1024 ** " KMGT".index(suffix or " ")
+    whole, _, fraction = digits.partition(".")
+    zeros = 3 * " kmgt".index(suffix)
+    if len(fraction) > zeros:
+        raise typer.BadParameter(f"`{text}` is not a whole number")
+    return int(whole + fraction.ljust(zeros, "0"))
+
+
+def parse_length(value: str | int) -> int:
+    """A context length; `auto` and -1 are 0, which means the model's own."""
+    return 0 if str(value).strip() in ("auto", "-1") else parse_count(value)
+
+
+def parse_dtype(text: str) -> str:
+    """The canonical name of an element type (`EngineConfig.check` refuses the unknown ones)."""
+    return _DTYPE_NAMES.get(text, text)
+
+
+ModelArgument = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="A name, a Hugging Face id, a folder or a GGUF file.")
+]
+ModelOption = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help="The same as MODEL.")]
+Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Makes sampling repeatable.")]
+
+
+def _count(*names: str, text: str, parser: Callable[[str | int], int] = parse_count) -> Any:
+    return typer.Option(*names, parser=parser, metavar="N", help=text)
+
+
+def _name(*names: str, text: str, metavar: str = "NAME", parser: Callable[[str], str] = str) -> Any:
+    return typer.Option(*names, parser=parser, metavar=metavar, help=text)
+
+
+def choose_model(argument: str | None, option: str | None) -> str:
+    """The model that was named, "" if none was: then LLMCTL_MODEL or the default model is found at load."""
+    if argument and option and argument != option:
+        raise UsageError(f"two models were named: `{argument}` and `{option}`", "give one of them")
+    return argument or option or ""
+
+
+_DEFAULT = EngineConfig()
+
+
+def engine_config(
+    model: ModelArgument = None,
+    model_option: ModelOption = None,
+    dtype: Annotated[
+        str,
+        _name(
+            "--dtype",
+            metavar="TYPE",
+            parser=parse_dtype,
+            text="auto keeps weights as stored; float32, float16 and bfloat16 convert them.",
+        ),
+    ] = _DEFAULT.dtype,
+    kv_cache_dtype: Annotated[
+        str,
+        _name(
+            "--kv-cache-dtype",
+            metavar="TYPE",
+            parser=parse_dtype,
+            text="How K and V are stored: auto, float32, float16 or bfloat16.",
+        ),
+    ] = _DEFAULT.kv_cache_dtype,
+    max_model_len: Annotated[
+        int,
+        _count(
+            "--max-model-len",
+            "--context-length",
+            "--ctx-size",
+            "-c",
+            parser=parse_length,
+            text="Longest prompt and answer together; 0 or auto: the model's. 32k is 32000, 32K is 32768.",
+        ),
+    ] = _DEFAULT.max_model_len,
+    max_num_seqs: Annotated[
+        int, _count("--max-num-seqs", "--parallel", text="Sequences that run at the same time.")
+    ] = _DEFAULT.max_num_seqs,
+    max_num_batched_tokens: Annotated[
+        int, _count("--max-num-batched-tokens", text="Tokens computed in one step.")
+    ] = _DEFAULT.max_num_batched_tokens,
+    block_size: Annotated[
+        int, _count("--block-size", text="Tokens in one block of the KV cache: a power of two.")
+    ] = _DEFAULT.block_size,
+    num_gpu_blocks_override: Annotated[
+        int,
+        _count("--num-gpu-blocks-override", text="Blocks in the KV cache, on any device; 0: from the memory budget."),
+    ] = _DEFAULT.num_gpu_blocks_override,
+    kv_cache_memory_bytes: Annotated[
+        int,
+        _count("--kv-cache-memory-bytes", text="Size of the KV cache, such as 2G; 0: from the memory budget."),
+    ] = _DEFAULT.kv_cache_memory_bytes,
+    enable_prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Reuse the KV of prompts that begin alike.",
+        ),
+    ] = _DEFAULT.enable_prefix_caching,
+    scheduling_policy: Annotated[
+        str, _name("--scheduling-policy", text=f"Who goes first: {' or '.join(POLICIES)}.")
+    ] = _DEFAULT.scheduling_policy,
+    threads: Annotated[
+        int, _count("--threads", "-t", text="CPU threads; 0: one per physical core.")
+    ] = _DEFAULT.threads,
+    seed: Seed = None,
+    async_depth: Annotated[
+        int, _count("--async-depth", text="Steps in flight, 1 or 2; the tokens are the same.")
+    ] = _DEFAULT.async_depth,
+    kernels: Annotated[
+        str, _name("--kernels", text="auto, generic (no vector instructions) or reference (plain torch, slow).")
+    ] = _DEFAULT.kernels,
+) -> EngineConfig:
+    """The checked EngineConfig that these options ask for."""
+    config = EngineConfig(
+        model=choose_model(model, model_option),
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        num_gpu_blocks_override=num_gpu_blocks_override,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        enable_prefix_caching=enable_prefix_caching,
+        scheduling_policy=scheduling_policy,
+        threads=threads,
+        seed=seed or 0,
+        async_depth=async_depth,
+        kernels=kernels,
+    )
+    config.check()
+    return config
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingChoice:
+    """Sampling options as given; None (for `stop`: nothing) leaves a field to the model's or the command's default."""
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    seed: int | None
+
+    def over(self, defaults: SamplingParams) -> SamplingParams:
+        """`defaults` with every option that was given put in its place."""
+        given = {name: value for name, value in dataclasses.asdict(self).items() if value not in (None, ())}
+        return msgspec.structs.replace(defaults, **given)
+
+
+def _sampling(*names: str, text: str, parser: Callable[[str], int | float]) -> Any:
+    return typer.Option(*names, parser=parser, metavar="N", help=text)
+
+
+def sampling_choice(
+    temperature: Annotated[
+        float | None, _sampling("--temperature", parser=float, text="0 is greedy; higher is more varied.")
+    ] = None,
+    top_p: Annotated[
+        float | None, _sampling("--top-p", parser=float, text="Keep the most likely tokens up to this probability.")
+    ] = None,
+    top_k: Annotated[int | None, _sampling("--top-k", parser=int, text="Keep this many most likely tokens.")] = None,
+    min_p: Annotated[
+        float | None, _sampling("--min-p", parser=float, text="Drop tokens below this share of the most likely one.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, _sampling("--repetition-penalty", parser=float, text="Above 1 discourages repetition.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        _sampling("--max-tokens", parser=parse_count, text="Longest answer; by default what the context leaves."),
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="End at this text; repeatable."),
+    ] = None,
+    seed: Seed = None,
+) -> SamplingChoice:
+    """The sampling options that were given."""
+    return SamplingChoice(temperature, top_p, top_k, min_p, repetition_penalty, max_tokens, tuple(stop or ()), seed)
+
+
+EngineOptions = Annotated[EngineConfig, Built(engine_config)]
+SamplingOptions = Annotated[SamplingChoice, Built(sampling_choice)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]

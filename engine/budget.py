@@ -1,0 +1,222 @@
+"""Where the memory goes, worked out before anything is loaded.
+
+`plan` prints a MemoryBudget from a checkpoint's headers; the engine sizes its real KV cache with the same function, so
+the two cannot disagree. Lengths are never cut to make things fit: what does not fit is a CapacityError that names the
+figures and the smallest change that would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from ..kernels.errors import CapacityError, UsageError
+from ..kernels.formats import KVFormat
+from ..kernels.ops import PANEL
+from .config import EngineConfig
+from .models.arch import DecoderSpec
+
+# The KV pool takes this share of what weights and workspace leave, unless all sequences need less or one needs more. A
+# CPU's memory is everybody's: a pool of most of it, as on a GPU, would push other programs into swap.
+POOL_SHARE = 4
+
+# Python, the tokenizer and the mapped libraries, and what the rest of the machine may ask for meanwhile.
+MIN_RESERVE = 256 << 20
+RESERVE_SHARE = 20
+
+_KINDS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """How `available` bytes are shared out.
+
+    workspace   activations of one step, logits, rope tables and what is kept per sequence
+    reserve     left alone
+    kv_format   the kind of KVFormat: f32, f16 or bf16
+    num_blocks  KV blocks of `block_size` tokens; together they are one arena
+    """
+
+    available: int
+    weights: int
+    workspace: int
+    reserve: int
+    kv_format: str
+    kv_bytes_per_token: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.kv_bytes_per_token * self.block_size
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV pool."""
+        return self.bytes_per_block * self.num_blocks
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the KV pool holds."""
+        return self.block_size * self.num_blocks
+
+    @property
+    def total(self) -> int:
+        """What the engine will use: everything but the reserve."""
+        return self.weights + self.workspace + self.kv_bytes
+
+    def sequences(self, length: int) -> int:
+        """How many sequences of `length` tokens fit at once, without a shared prefix."""
+        return self.num_blocks // blocks_for(length, self.block_size)
+
+
+def blocks_for(length: int, block_size: int) -> int:
+    """Blocks that hold `length` tokens."""
+    return -(-length // block_size)
+
+
+def choose_kv_format(config: EngineConfig, weight_formats: Sequence[str]) -> KVFormat:
+    """How K and V are stored: as asked, else float32 or bfloat16 if all weights are, else float16.
+
+    `weight_formats` are names of WeightFormats as loaded, with `config.dtype` already applied.
+    """
+    if config.kv_cache_dtype != "auto":
+        return KVFormat(_KINDS[config.kv_cache_dtype])
+    only = set(weight_formats)
+    return KVFormat(only.pop() if only in ({"f32"}, {"bf16"}) else "f16")
+
+
+def kv_bytes_per_token(spec: DecoderSpec, kv: KVFormat) -> int:
+    """Bytes of K and V of one token in all layers. Every layer keeps every position, also one with a window."""
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * kv.bytes_per_value
+
+
+def memory_budget(
+    spec: DecoderSpec,
+    weight_bytes: int,
+    weight_formats: Sequence[str],
+    config: EngineConfig,
+    available_bytes: int,
+) -> MemoryBudget:
+    """The budget of this model under these options; bytes and formats of the weights are those of the packed ones.
+
+    The KV pool is as large as asked, else what `max_num_seqs` sequences of full length need, at most a quarter of the
+    memory left after weights, workspace and reserve, at least one sequence of full length. Raises CapacityError if
+    that does not fit, UsageError if the size of the pool is given twice.
+    """
+    length = config.max_model_len or spec.context_length
+    if length > spec.context_length:
+        raise CapacityError(
+            f"--max-model-len is {length}, the model's context is {spec.context_length} tokens",
+            f"use at most `--max-model-len {spec.context_length}`",
+        )
+    workspace = workspace_bytes(spec, config, length)
+    reserve = max(MIN_RESERVE, available_bytes // RESERVE_SHARE)
+    room = available_bytes - weight_bytes - workspace - reserve
+    if room <= 0:
+        raise CapacityError(
+            f"needs {format_bytes(weight_bytes)} for weights, {format_bytes(workspace)} for activations and "
+            f"{format_bytes(reserve)} in reserve, {format_bytes(available_bytes)} are available",
+            _less_workspace(spec, config, length, available_bytes - weight_bytes - reserve)
+            or f"free at least {format_bytes(1 - room)} of memory, or choose a model with smaller weights",
+        )
+    kv = choose_kv_format(config, weight_formats)
+    per_token = kv_bytes_per_token(spec, kv)
+    return MemoryBudget(
+        available=available_bytes,
+        weights=weight_bytes,
+        workspace=workspace,
+        reserve=reserve,
+        kv_format=kv.kind,
+        kv_bytes_per_token=per_token,
+        block_size=config.block_size,
+        num_blocks=_pool_blocks(config, length, room, per_token, kv),
+        max_model_len=length,
+    )
+
+
+def workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int) -> int:
+    """Bytes of the buffers that a step computes in, and of what is kept for each of `max_num_seqs` sequences.
+
+    Per row: float32 values, and for what a linear reads also a quantized form (at most 16 bits a value, and a scale and
+    a sum for every 32). Per sequence: a row of logits, its tokens and its block table.
+    """
+    query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    read = 2 * spec.hidden_size + query + spec.ffn_size
+    written = spec.hidden_size + query + 2 * key + 2 * spec.ffn_size
+    row = read * (4 + 2) + read // 32 * (4 + 4) + written * 4
+    logits = -(-spec.vocab_size // PANEL) * PANEL
+    sequence = 4 * (logits + length + blocks_for(length, config.block_size))
+    rope = length * spec.head_dim * 4
+    return config.max_num_batched_tokens * row + config.max_num_seqs * sequence + rope
+
+
+def _pool_blocks(config: EngineConfig, length: int, room: int, per_token: int, kv: KVFormat) -> int:
+    """KV blocks of the pool, checked against the room for them and the length of one sequence."""
+    block = per_token * config.block_size
+    one = blocks_for(length, config.block_size)
+    most = room // block
+    if config.num_gpu_blocks_override and config.kv_cache_memory_bytes:
+        raise UsageError(
+            f"--num-gpu-blocks-override {config.num_gpu_blocks_override} and --kv-cache-memory-bytes "
+            f"{config.kv_cache_memory_bytes} both size the KV cache",
+            "give one of them",
+        )
+    asked = config.num_gpu_blocks_override or config.kv_cache_memory_bytes // block
+    if config.num_gpu_blocks_override or config.kv_cache_memory_bytes:
+        if asked < one:
+            hint = f"use at least {one} blocks, which is {format_bytes(one * block)} ({one * block} bytes)"
+            raise CapacityError(
+                f"a KV cache of {asked} blocks holds {asked * config.block_size} tokens, "
+                f"one sequence may have {length}",
+                hint + (f", or `--max-model-len {asked * config.block_size}`" if asked else ""),
+            )
+        if asked > most:
+            raise CapacityError(
+                f"a KV cache of {asked} blocks needs {format_bytes(asked * block)}, {format_bytes(room)} are free",
+                f"{most} blocks fit" if most >= one else _shorter(config, length, room, per_token, kv),
+            )
+        return asked
+    if one > most:
+        raise CapacityError(
+            f"one sequence of {length} tokens needs {format_bytes(one * block)} of KV cache, "
+            f"{format_bytes(room)} are free",
+            _shorter(config, length, room, per_token, kv),
+        )
+    return max(one, min(config.max_num_seqs * one, most // POOL_SHARE))
+
+
+def _shorter(config: EngineConfig, length: int, room: int, per_token: int, kv: KVFormat) -> str:
+    """The smallest change after which one sequence fits."""
+    fits = room // (per_token * config.block_size) * config.block_size
+    hints = [f"use `--max-model-len {fits}`"] if fits else []
+    if kv.kind == "f32" and blocks_for(length, config.block_size) * config.block_size * per_token // 2 <= room:
+        hints.append("use `--kv-cache-dtype float16`, which halves it")
+    return ", or ".join(hints) or "free memory, or choose a smaller model"
+
+
+def _less_workspace(spec: DecoderSpec, config: EngineConfig, length: int, room: int) -> str:
+    """The step size at which the workspace leaves some room; "" if none does or weights alone are too large."""
+    tokens = config.max_num_batched_tokens
+    while tokens > 1:
+        tokens //= 2
+        smaller = msgspec.structs.replace(config, max_num_batched_tokens=tokens)
+        if workspace_bytes(spec, smaller, length) < room:
+            return f"use `--max-num-batched-tokens {tokens}`"
+    return ""
+
+
+def format_bytes(count: int) -> str:
+    """A size in binary units with about three digits: 512 B, 4.00 KiB, 59.7 MiB."""
+    if count < 1024:
+        return f"{count} B"
+    value = float(count)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if value < 999.5 or unit == "TiB":
+            break
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f} {unit}"

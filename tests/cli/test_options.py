@@ -1,0 +1,153 @@
+"""Options become records: human numbers, aliases, defaults, and what is refused."""
+
+from typing import Annotated
+
+import pytest
+import typer
+
+from llmctl.cli.expand import Built, expand
+from llmctl.cli.options import EngineOptions, SamplingOptions, parse_count, parse_dtype, parse_length
+from llmctl.engine.config import EngineConfig
+from llmctl.engine.request import SamplingParams
+from llmctl.kernels.errors import UsageError
+
+
+def read(*line):
+    """The (config, sampling) that a command with these options gets."""
+    got = []
+
+    def command(config: EngineOptions, sampling: SamplingOptions) -> None:
+        got.append((config, sampling))
+
+    app = typer.Typer(add_completion=False)
+    app.command()(expand(command))
+    with typer.main.get_command(app).make_context("x", list(line)) as context:
+        context.command.invoke(context)
+    return got[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("4096", 4096),
+        ("32k", 32000),
+        ("32K", 32768),
+        ("1.5k", 1500),
+        ("2M", 2 << 20),
+        ("2m", 2_000_000),
+        ("1G", 1 << 30),
+    ],
+)
+def test_small_suffix_is_decimal_and_large_is_binary(text, count):
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "x", "1.5K", "1.5", "1.0005k", "-3", "3kk", "1e3"])
+def test_what_is_no_whole_number_is_refused(text):
+    with pytest.raises(typer.BadParameter):
+        parse_count(text)
+
+
+def test_automatic_length_is_zero():
+    assert parse_length("auto") == parse_length("-1") == 0
+
+
+def test_names_of_types_from_other_tools_are_understood():
+    assert [parse_dtype(name) for name in ("half", "bf16", "float", "auto", "int4")] == [
+        "float16",
+        "bfloat16",
+        "float32",
+        "auto",
+        "int4",
+    ]
+
+
+def test_no_options_give_the_defaults_of_the_engine():
+    config, sampling = read()
+    assert config == EngineConfig()
+    assert sampling.over(SamplingParams(top_k=5)) == SamplingParams(top_k=5)
+
+
+def test_every_engine_option_reaches_the_config():
+    line = (
+        "m --dtype bf16 --kv-cache-dtype half --max-model-len 2k --max-num-seqs 3 --max-num-batched-tokens 1K "
+        "--block-size 64 --num-gpu-blocks-override 7 --kv-cache-memory-bytes 1G --no-enable-prefix-caching "
+        "--scheduling-policy fcfs --threads 2 --seed 9 --async-depth 2 --kernels generic"
+    )
+    config, sampling = read(*line.split())
+    assert config == EngineConfig(
+        model="m",
+        dtype="bfloat16",
+        kv_cache_dtype="float16",
+        max_model_len=2000,
+        max_num_seqs=3,
+        max_num_batched_tokens=1024,
+        block_size=64,
+        num_gpu_blocks_override=7,
+        kv_cache_memory_bytes=1 << 30,
+        enable_prefix_caching=False,
+        scheduling_policy="fcfs",
+        threads=2,
+        seed=9,
+        async_depth=2,
+        kernels="generic",
+    )
+    assert sampling.seed == 9
+
+
+def test_no_engine_field_lacks_an_option():
+    import inspect
+
+    from llmctl.cli.options import engine_config
+
+    names = set(inspect.signature(engine_config).parameters)
+    assert set(EngineConfig.__struct_fields__) <= names
+
+
+@pytest.mark.parametrize("alias", ["--max-model-len", "--context-length", "--ctx-size", "-c"])
+def test_names_from_other_tools_set_the_same_option(alias):
+    assert read(alias, "1024")[0].max_model_len == 1024
+
+
+def test_model_is_an_argument_or_an_option():
+    assert read("a")[0].model == read("-m", "a")[0].model == read("a", "--model", "a")[0].model == "a"
+    with pytest.raises(UsageError, match="`a` and `b`"):
+        read("a", "-m", "b")
+
+
+def test_value_that_cannot_work_is_refused_before_anything_is_loaded():
+    with pytest.raises(UsageError, match="--block-size is 48"):
+        read("--block-size", "48")
+
+
+def test_sampling_options_replace_only_what_was_given():
+    line = (
+        "--temperature 0 --top-p 0.5 --top-k 4 --min-p 0.1 --repetition-penalty 1.2 --max-tokens 1k --stop a --stop b"
+    )
+    assert read(*line.split())[1].over(SamplingParams(presence_penalty=1.0)) == SamplingParams(
+        temperature=0,
+        top_p=0.5,
+        top_k=4,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        max_tokens=1000,
+        stop=("a", "b"),
+        presence_penalty=1.0,
+    )
+
+
+def test_seed_zero_is_a_seed_for_sampling():
+    assert read("--seed", "0")[1].over(SamplingParams()).seed == 0
+
+
+def test_builders_that_disagree_about_an_option_are_a_bug():
+    def one(size: int = 1) -> int:
+        return size
+
+    def two(size: str = "1") -> str:
+        return size
+
+    def command(a: Annotated[int, Built(one)], b: Annotated[str, Built(two)]) -> None: ...
+
+    with pytest.raises(AssertionError, match="two meanings of option size"):
+        expand(command)

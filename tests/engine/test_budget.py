@@ -1,0 +1,146 @@
+"""The memory budget: what is counted, what fits, and what the errors propose."""
+
+import re
+
+import msgspec
+import pytest
+
+from llmctl.engine.budget import blocks_for, choose_kv_format, format_bytes, kv_bytes_per_token, memory_budget
+from llmctl.engine.config import EngineConfig
+from llmctl.engine.models.arch import DecoderSpec, RopeSpec
+from llmctl.kernels.errors import CapacityError, UsageError
+from llmctl.kernels.formats import KVFormat
+
+MIB, GIB = 1 << 20, 1 << 30
+F16 = KVFormat("f16")
+SPEC = DecoderSpec(
+    family="llama",
+    num_layers=30,
+    hidden_size=576,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    ffn_size=1536,
+    vocab_size=49152,
+    context_length=8192,
+    norm_eps=1e-5,
+    rope=RopeSpec(),
+)
+
+
+def budget(available=8 * GIB, weights=100 * MIB, formats=("int4g32",), spec=SPEC, **options):
+    return memory_budget(spec, weights, formats, EngineConfig(**options), available)
+
+
+def test_kv_bytes_per_token_count_keys_and_values_of_all_layers():
+    assert kv_bytes_per_token(SPEC, F16) == 2 * 30 * 3 * 64 * 2
+    assert kv_bytes_per_token(SPEC, KVFormat("f32")) == 2 * kv_bytes_per_token(SPEC, F16)
+
+
+def test_pool_takes_a_quarter_of_what_is_left():
+    found = budget()
+    room = found.available - found.weights - found.workspace - found.reserve
+    assert found.num_blocks == room // found.bytes_per_block // 4
+    assert found.total == found.weights + found.workspace + found.kv_bytes
+    assert found.total + found.reserve < found.available
+
+
+def test_pool_is_no_larger_than_all_sequences_need():
+    found = budget(available=64 * GIB, max_num_seqs=4, max_model_len=1024)
+    assert found.num_blocks == 4 * 1024 // 32
+    assert found.sequences(1024) == 4
+    assert found.sequences(1025) == 3
+
+
+def test_pool_holds_at_least_one_full_sequence_even_if_that_is_more_than_a_quarter():
+    found = budget(available=800 * MIB)
+    assert found.num_blocks == blocks_for(8192, 32)
+    assert found.sequences(8192) == 1
+
+
+def test_length_that_does_not_fit_is_an_error_with_one_that_does():
+    with pytest.raises(CapacityError, match="one sequence of 8192 tokens needs 180 MiB") as caught:
+        budget(available=550 * MIB)
+    fits = int(re.search(r"--max-model-len (\d+)", caught.value.hint)[1])
+    assert budget(available=550 * MIB, max_model_len=fits).max_model_len == fits
+    with pytest.raises(CapacityError):
+        budget(available=550 * MIB, max_model_len=fits + 2 * 32)
+
+
+def test_float32_cache_that_would_fit_in_half_proposes_float16():
+    with pytest.raises(CapacityError) as caught:
+        budget(available=700 * MIB, formats=("f32",))
+    assert "--kv-cache-dtype float16" in caught.value.hint
+    budget(available=700 * MIB, formats=("f32",), kv_cache_dtype="float16")
+
+
+def test_weights_larger_than_memory_are_an_error_with_the_figures():
+    with pytest.raises(CapacityError, match=r"needs 4\.00 GiB for weights.*2\.00 GiB are available"):
+        budget(available=2 * GIB, weights=4 * GIB)
+
+
+def test_workspace_that_does_not_fit_proposes_a_step_that_does():
+    with pytest.raises(CapacityError) as caught:
+        budget(available=700 * MIB, max_num_batched_tokens=65536)
+    tokens = int(re.search(r"--max-num-batched-tokens (\d+)", caught.value.hint)[1])
+    assert budget(available=700 * MIB, max_num_batched_tokens=tokens, max_model_len=512)
+
+
+def test_length_beyond_the_models_context_is_refused_not_cut():
+    with pytest.raises(CapacityError, match="the model's context is 8192"):
+        budget(max_model_len=8193)
+
+
+def test_asked_pool_is_taken_as_it_is():
+    assert budget(num_gpu_blocks_override=300).num_blocks == 300
+    assert budget(kv_cache_memory_bytes=1 * GIB).kv_bytes <= 1 * GIB
+    assert budget(kv_cache_memory_bytes=1 * GIB).kv_bytes > 1 * GIB - budget().bytes_per_block
+
+
+def test_asked_pool_too_small_for_one_sequence_is_an_error_with_a_length_that_fits():
+    with pytest.raises(CapacityError, match="holds 320 tokens, one sequence may have 8192") as caught:
+        budget(num_gpu_blocks_override=10)
+    assert "--max-model-len 320" in caught.value.hint
+    assert budget(num_gpu_blocks_override=10, max_model_len=320).num_blocks == 10
+
+
+def test_asked_pool_larger_than_memory_is_an_error_with_the_most_that_fits():
+    with pytest.raises(CapacityError) as caught:
+        budget(num_gpu_blocks_override=1_000_000)
+    most = int(re.search(r"(\d+) blocks fit", caught.value.hint)[1])
+    assert budget(num_gpu_blocks_override=most).num_blocks == most
+
+
+def test_two_sizes_for_one_pool_are_refused():
+    with pytest.raises(UsageError, match="both size the KV cache"):
+        budget(num_gpu_blocks_override=300, kv_cache_memory_bytes=GIB)
+
+
+@pytest.mark.parametrize(
+    ("options", "formats", "kind"),
+    [
+        ({}, ("f32",), "f32"),
+        ({}, ("bf16",), "bf16"),
+        ({}, ("f16",), "f16"),
+        ({}, ("bf16", "int4g32min"), "f16"),
+        ({"kv_cache_dtype": "float32"}, ("int4g32",), "f32"),
+    ],
+)
+def test_cache_format_follows_the_option_then_the_weights(options, formats, kind):
+    assert choose_kv_format(EngineConfig(**options), formats) == KVFormat(kind)
+    assert budget(formats=formats, **options).kv_format == kind
+
+
+def test_more_tokens_sequences_or_vocabulary_need_more_workspace():
+    workspace = budget().workspace
+    assert budget(max_num_batched_tokens=2048).workspace > workspace
+    assert budget(max_num_seqs=128).workspace > workspace
+    assert budget(spec=msgspec.structs.replace(SPEC, vocab_size=SPEC.vocab_size * 4)).workspace > workspace
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (4096, "4.00 KiB"), (62_600_000, "59.7 MiB"), (1 << 30, "1.00 GiB")],
+)
+def test_sizes_read_in_binary_units(count, text):
+    assert format_bytes(count) == text
