@@ -15,8 +15,8 @@ from ..kernels import registry
 from ..kernels.cpu.pack import packed_bytes
 from ..kernels.formats import FLOAT_BYTES, KVFormat, WeightFormat, parse_weight_format
 from ..kernels.ops import (
-    SAMPLE_ROW,
     MAX_TOP,
+    SAMPLE_ROW,
     ActMulArgs,
     AttendArgs,
     Batch,

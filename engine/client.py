@@ -24,6 +24,7 @@ from ..kernels import errors
 from ..kernels.errors import EngineDead, LlmctlError
 from .config import EngineConfig
 from .engine import Engine
+from .load.progress import Progress
 from .loop import run_loop
 from .messages import (
     Abort,
@@ -45,7 +46,6 @@ from .request import FinishReason, Output, Request
 log = logging.getLogger(__name__)
 
 OnOutput = Callable[[Output], None]
-Progress = Callable[[str, int, int], None]
 
 
 class EngineClient(Protocol):

@@ -10,7 +10,7 @@ import itertools
 import queue
 import secrets
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -64,8 +64,9 @@ class Frontend:
 
     @property
     def sampling_defaults(self) -> SamplingParams:
-        """What the model's own generation settings say, for a user who says nothing."""
-        return self.tokenizer.sampling_defaults
+        """What the model's makers recommend, for a user who says nothing; the answer may fill the context."""
+        recommended = msgspec.structs.asdict(self.tokenizer.chat.defaults)
+        return merge_sampling(SamplingParams(max_tokens=None), recommended)
 
     def stats(self) -> EngineStats:
         """The engine's counters as they are now."""
@@ -200,7 +201,7 @@ class TextAssembler:
         if finish is not None:
             sequence.finished = True
             if not matched and not self._push_text(sequence, sequence.decoder.finish(), pieces):
-                pieces.append(sequence.stops.finish())
+                self._add(pieces, *sequence.stops.finish())
         return TextDelta(
             output.index,
             "".join(pieces),
@@ -213,7 +214,9 @@ class TextAssembler:
 
     def _push_text(self, sequence: _SequenceText, text: str, pieces: list[str]) -> bool:
         """Add what is safe to show of `text`; whether a stop string was completed."""
-        safe, stop = sequence.stops.push(text)
+        return self._add(pieces, *sequence.stops.push(text))
+
+    def _add(self, pieces: list[str], safe: str, stop: str | None) -> bool:
         pieces.append(safe)
         if stop is not None and self._include_stop:
             pieces.append(stop)
@@ -223,6 +226,6 @@ class TextAssembler:
         return Usage(len(self._request.prompt), sequence.completion_tokens, sequence.cached_tokens)
 
 
-def merge_sampling(defaults: SamplingParams, changes: dict[str, object]) -> SamplingParams:
+def merge_sampling(defaults: SamplingParams, changes: Mapping[str, object]) -> SamplingParams:
     """`defaults` with the fields in `changes` replaced; None means: as in the defaults."""
     return msgspec.structs.replace(defaults, **{name: value for name, value in changes.items() if value is not None})

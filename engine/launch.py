@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .client import EngineClient, LocalClient, ProcessClient, Progress
+from .client import EngineClient, LocalClient, ProcessClient
 from .config import EngineConfig, environment
 from .engine import Engine, StepRunner
 from .frontend import Frontend
 from .load.hub import resolve as resolve_source
 from .load.packed import PackedModel, open_packed
+from .load.progress import Progress
 from .messages import EngineInfo
 from .plan import Plan, resolve
 from .runner.runner import RecordingRunner, Runner

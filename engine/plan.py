@@ -10,7 +10,7 @@ import hashlib
 import msgspec
 
 from ..kernels import registry
-from ..kernels.device import cpu_device, default_threads
+from ..kernels.device import default_threads, read_machine
 from .budget import MemoryBudget, memory_budget
 from .config import EngineConfig
 from .load.packed import PackedModel
@@ -53,7 +53,7 @@ def resolve(config: EngineConfig, model: PackedModel) -> tuple[Plan, MemoryBudge
     threads = config.threads or default_threads()
     weight_bytes = sum(weight.data.nbytes for weight in model.weights.values())
     formats = tuple(sorted({weight.format.name for weight in model.weights.values()}))
-    budget = memory_budget(model.spec, weight_bytes, formats, config, cpu_device().memory_available)
+    budget = memory_budget(model.spec, weight_bytes, formats, config, read_machine().memory_available)
     isa, bits = registry.configure(config.kernels, threads)
     plan = Plan(
         model=model.name,

@@ -61,9 +61,7 @@ class FakeRunner:
         self.config = config
         self.model = model or FakeModel()
         self.slots: dict[int, Slot] = {}
-        self.kv = [
-            [[None] * config.block_size for _ in range(count)] for count in config.num_blocks
-        ]  # type: list[list[list[int | None]]]
+        self.kv = [[[None] * config.block_size for _ in range(count)] for count in config.num_blocks]  # type: list[list[list[int | None]]]
         self.next_index = 0
         self.copied_tokens = 0
         self.computed_tokens = 0
