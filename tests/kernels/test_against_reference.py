@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from llmctl.kernels import registry
-from llmctl.kernels.ops import PRIVATE_ROWS, Act
 from llmctl.kernels.reference import ENTRIES as REFERENCE
 from llmctl.kernels.reference.act import quantize
 
@@ -63,18 +62,6 @@ def test_forms_are_those_of_the_values(entry, case):
             assert np.array_equal(ours[name], codes.numpy()), name
             assert np.array_equal(ours[f"{kind}.{group}.scales"], scales.numpy()), name
             assert np.array_equal(ours[f"{kind}.{group}.sums"], sums.numpy()), name
-
-
-@pytest.mark.parametrize(("entry", "case"), FORMED, ids=[f"{e.bits}-{c.op}-{c.name}" for e, c in FORMED])
-def test_every_thread_gets_the_same_private_rows(entry, case):
-    args = case.make()
-    for op in entry.build(args):
-        op.run()
-    act: Act = args.act
-    rows = len(case.outputs(args)["values"])
-    if rows <= PRIVATE_ROWS:
-        private = act.values[act.max_rows :].reshape(-1, PRIVATE_ROWS, act.k)[:, :rows]
-        assert (private == private[0]).all()
 
 
 def reference_of(case: Case):
