@@ -49,10 +49,10 @@ def entries() -> tuple[Entry, ...]:
 def are_native(ops: Sequence[Op]) -> bool:
     """Whether all of these are C++ ops."""
     try:
-        from .ops import is_native
+        from .. import _cpu
     except ImportError:
         return False
-    return all(is_native(op) for op in ops)
+    return all(isinstance(op, _cpu.Op) for op in ops)
 
 
 def record(ops: Sequence[Op], batch: Batch) -> Program:
@@ -85,9 +85,9 @@ def _on(isa: str, build: _Build) -> _Build:
     """`build` with this instruction set chosen for what it builds."""
 
     def build_on(args: Any) -> Any:
-        from .ops import set_isa
+        from .. import _cpu
 
-        set_isa(isa)
+        _cpu.set_isa(isa)
         return build(args)
 
     return build_on

@@ -436,7 +436,7 @@ LLMCTL_INLINE void sample_row(const SampleArgs& args, int r, const SampleScratch
 
 // `memory` has sample_scratch_bytes, was zero when first used, and belongs to the calling thread.
 template <class Isa>
-void sample(const SampleArgs& args, int row_begin, int row_end, std::byte* memory) {
+LLMCTL_NOINLINE void sample_rows(const SampleArgs& args, int row_begin, int row_end, std::byte* memory) {
   const SampleScratch scratch = sample_scratch(memory, args.vocab_size);
   for (int r = row_begin; r < row_end; ++r) sample_row<Isa>(args, r, scratch);
 }

@@ -1,16 +1,16 @@
-"""Where rows of activations live, and how they are quantized for the linears that read them."""
+"""Rows of activations, and how they are quantized for the linears that read them."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from ..ops import LOGIT_ROWS, PRIVATE_ROWS, ROWS, Act, Batch, F32Array
+from ..ops import LOGIT_ROWS, ROWS, Act, Batch, I32Array
 
 Q_MAX = {"i8": 127.0, "i16": 2047.0}
 
 
-def batch_rows(batch: Batch, logit_rows_only: bool) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+def batch_rows(batch: Batch, logit_rows_only: bool) -> I32Array:
     """Which rows of the batch an op is over, ascending."""
     if logit_rows_only:
         return batch.logit_rows[: int(batch.counts[LOGIT_ROWS])]
@@ -31,26 +31,12 @@ def quantize(values: torch.Tensor, kind: str, group: int) -> tuple[torch.Tensor,
 
 
 def write_act(act: Act, values: torch.Tensor) -> None:
-    """Store rows of float32 values [rows, k] and all their quantized forms.
-
-    With at most PRIVATE_ROWS rows, readers take them from the private rows of each thread.
-    """
+    """Store rows of float32 values [rows, k] and all their quantized forms."""
     rows = values.shape[0]
-    for first in _places(act.values, act.max_rows, rows):
-        torch.from_numpy(act.values)[first : first + rows] = values
-        for form in act.forms:
-            codes, scales, sums = quantize(values, form.kind, form.group)
-            torch.from_numpy(form.codes)[first : first + rows] = codes.to(torch.from_numpy(form.codes).dtype)
-            torch.from_numpy(form.scales)[first : first + rows] = scales
-            torch.from_numpy(form.sums)[first : first + rows] = sums.to(torch.int32)
-
-
-def first_row(act: Act, rows: int) -> int:
-    """Where the first of `rows` rows of activations is read."""
-    return act.max_rows if rows <= PRIVATE_ROWS else 0
-
-
-def _places(values: F32Array, max_rows: int, rows: int) -> range:
-    if rows <= PRIVATE_ROWS:
-        return range(max_rows, values.shape[0], PRIVATE_ROWS)
-    return range(1)
+    torch.from_numpy(act.values)[:rows] = values
+    for form in act.forms:
+        codes, scales, sums = quantize(values, form.kind, form.group)
+        stored = torch.from_numpy(form.codes)
+        stored[:rows] = codes.to(stored.dtype)
+        torch.from_numpy(form.scales)[:rows] = scales
+        torch.from_numpy(form.sums)[:rows] = sums.to(torch.int32)

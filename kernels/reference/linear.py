@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..ops import ActForm, LinearArgs, act_form_of
-from .act import batch_rows, first_row
+from .act import batch_rows
 from .weight import Groups, float_values, integer_groups
 
 
@@ -21,8 +21,8 @@ class FloatLinear:
     weight: torch.Tensor  # [n, k] as stored
 
     def run(self) -> None:
-        first, rows = _rows(self.args)
-        x = torch.from_numpy(self.args.act.values)[first : first + rows].double()
+        rows = _rows(self.args)
+        x = torch.from_numpy(self.args.act.values)[:rows].double()
         weight = self.weight.double()
         _write(self.args, [torch.mv(weight, x[row]) for row in range(rows)])
 
@@ -34,9 +34,9 @@ class IntegerLinear:
     weight: Groups
 
     def run(self) -> None:
-        first, rows = _rows(self.args)
-        codes = torch.from_numpy(self.form.codes)[first : first + rows].double()
-        scales = torch.from_numpy(self.form.scales)[first : first + rows].double()
+        rows = _rows(self.args)
+        codes = torch.from_numpy(self.form.codes)[:rows].double()
+        scales = torch.from_numpy(self.form.scales)[:rows].double()
         w, group = self.weight, self.form.group
         total = torch.zeros((rows, self.args.weight.n), dtype=torch.float64)
         for g in range(scales.shape[1]):
@@ -57,10 +57,8 @@ def build(args: LinearArgs) -> FloatLinear | IntegerLinear:
     return IntegerLinear(args, forms[0], integer_groups(args.weight))
 
 
-def _rows(args: LinearArgs) -> tuple[int, int]:
-    """(first row of the activations, number of rows)."""
-    rows = len(batch_rows(args.batch, args.logit_rows_only))
-    return first_row(args.act, rows), rows
+def _rows(args: LinearArgs) -> int:
+    return len(batch_rows(args.batch, args.logit_rows_only))
 
 
 def _write(args: LinearArgs, results: list[torch.Tensor]) -> None:

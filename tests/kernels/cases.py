@@ -12,7 +12,6 @@ import torch
 from llmctl.kernels.cpu.pack import pack
 from llmctl.kernels.formats import KVFormat, WeightFormat, parse_weight_format
 from llmctl.kernels.ops import (
-    PRIVATE_ROWS,
     Act,
     ActMulArgs,
     AttendArgs,
@@ -110,13 +109,12 @@ def random_rows(rng: np.random.Generator, width: int, scale: float = 1.0) -> np.
 
 def act_outputs(act: Act, rows: int) -> dict[str, np.ndarray]:
     """What consumers of `rows` rows will read."""
-    first = act.max_rows if rows <= PRIVATE_ROWS else 0
-    found = {"values": act.values[first : first + rows]}
+    found = {"values": act.values[:rows]}
     for form in act.forms:
-        found[f"{form.kind}.{form.group}.codes"] = form.codes[first : first + rows]
-        found[f"{form.kind}.{form.group}.scales"] = form.scales[first : first + rows]
-        found[f"{form.kind}.{form.group}.sums"] = form.sums[first : first + rows]
-    return {name: array.copy() for name, array in found.items()}
+        found[f"{form.kind}.{form.group}.codes"] = form.codes[:rows]
+        found[f"{form.kind}.{form.group}.scales"] = form.scales[:rows]
+        found[f"{form.kind}.{form.group}.sums"] = form.sums[:rows]
+    return found
 
 
 def embed_case(format: WeightFormat, rows: int, vocab: int, hidden: int) -> Case:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 
 from llmctl.kernels import registry
-from llmctl.kernels.ops import PRIVATE_ROWS, Act
 from llmctl.kernels.reference import ENTRIES as REFERENCE
 from llmctl.kernels.reference.act import quantize
 
@@ -37,7 +38,7 @@ def test_every_op_has_cases():
 
 @pytest.mark.parametrize(("entry", "case"), PAIRS, ids=[f"{e.bits}-{c.op}-{c.name}" for e, c in PAIRS])
 def test_a_kernel_computes_what_the_reference_computes(entry, case):
-    expected = run(reference_of(case), case)
+    expected = expected_of(case)
     ours = run(entry, case)
     assert ours.keys() == expected.keys()
     limit = TOLERANCES[case.dtype]
@@ -65,25 +66,28 @@ def test_forms_are_those_of_the_values(entry, case):
             assert np.array_equal(ours[f"{kind}.{group}.sums"], sums.numpy()), name
 
 
-@pytest.mark.parametrize(("entry", "case"), FORMED, ids=[f"{e.bits}-{c.op}-{c.name}" for e, c in FORMED])
-def test_every_thread_gets_the_same_private_rows(entry, case):
-    args = case.make()
-    for op in entry.build(args):
-        op.run()
-    act: Act = args.act
-    rows = len(case.outputs(args)["values"])
-    if rows <= PRIVATE_ROWS:
-        private = act.values[act.max_rows :].reshape(-1, PRIVATE_ROWS, act.k)[:, :rows]
-        assert (private == private[0]).all()
+ALONE = [(e, c) for e, c in PAIRS if c.op != "kv_copy"]
 
 
-def reference_of(case: Case):
-    return next(entry for entry in REFERENCE if entry.op == case.op)
+@pytest.mark.parametrize(("entry", "case"), ALONE, ids=[f"{e.bits}-{c.op}-{c.name}" for e, c in ALONE])
+def test_a_row_gives_the_same_bits_alone_and_in_company(entry, case):
+    together, alone = (run(entry, case, only_one_row=only) for only in (False, True))
+    for name in together:
+        if name not in ("arena", "rest"):
+            assert together[name][0].tobytes() == alone[name][0].tobytes(), name
 
 
-def run(entry, case: Case) -> dict[str, np.ndarray]:
+@functools.cache
+def expected_of(case: Case) -> dict[str, np.ndarray]:
+    return run(next(entry for entry in REFERENCE if entry.op == case.op), case)
+
+
+def run(entry, case: Case, *, only_one_row: bool = False) -> dict[str, np.ndarray]:
     """Outputs of one run on a world of its own."""
     args = case.make()
+    if only_one_row:
+        args.batch.counts[:3] = 1
+        args.batch.seq_rows[0] = 1
     refusal = entry.accepts(args)
     if refusal is not None and refusal.startswith("this CPU has no"):
         pytest.skip(refusal)
