@@ -79,5 +79,6 @@ def kernel_rows(kernels: tuple[Choice, ...]) -> list[list[str]]:
     """A row for each op and outcome; the formats that share one are in one row."""
     rows: dict[tuple[str, str, str, str], list[str]] = {}
     for choice in kernels:
-        rows.setdefault((choice.op, choice.isa, choice.source, "; ".join(choice.refused)), []).append(choice.case)
+        key = (choice.op, choice.isa, choice.source, "; ".join(choice.refused) or "-")
+        rows.setdefault(key, []).append(choice.case)
     return [[op, ", ".join(cases), isa, source, refused] for (op, isa, source, refused), cases in rows.items()]
