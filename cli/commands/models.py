@@ -31,6 +31,9 @@ def list_models(context: typer.Context, json: Json = False) -> None:
     if json:
         console.json([as_json(entry) for entry in entries])
         return
+    if not entries:
+        console.say("no packed models yet; `llmctl models pull` makes one")
+        return
     rows = [
         [
             entry.key[:SHOWN_KEY],

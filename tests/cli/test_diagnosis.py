@@ -62,8 +62,8 @@ def test_formats_with_one_outcome_share_a_row():
         )
     )
     assert rows == [
-        ["linear", "f32, f16", "avx2", "linear.hpp", "-"],
-        ["linear", "bf16", "generic", "linear.hpp", "avx2: no bf16"],
+        ["linear", "f32, f16", "avx2", "-"],
+        ["linear", "bf16", "generic", "avx2: no bf16"],
     ]
 
 

@@ -50,6 +50,8 @@ def test_list_as_json(console, entries):
 def test_empty_cache_lists_nothing(console, cache):
     assert app.run(["models", "list", "--json"], console) == ExitCode.OK
     assert json.loads(console.stdout.getvalue()) == []
+    assert app.run(["models", "list"], console) == ExitCode.OK
+    assert "no packed models yet" in console.stderr.getvalue()
 
 
 @pytest.mark.parametrize(
