@@ -51,7 +51,9 @@ test-all: setup
 lint: setup
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
-	$(BIN)/python -m mypy
+	# mypy takes the package's name from its folder, which a clone may have called anything.
+	links=$$(mktemp -d); trap 'rm -rf "$$links"' EXIT; ln -s "$(CURDIR)" "$$links/llmctl"; \
+	  python="$(CURDIR)/$(BIN)/python"; cd "$$links" && "$$python" -m mypy --config-file llmctl/pyproject.toml llmctl
 
 wheel: setup
 	$(PIP) wheel -q -c constraints.txt --no-build-isolation --no-deps -w dist .

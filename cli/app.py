@@ -56,8 +56,7 @@ def root(
     if version:
         console.data(f"llmctl {__version__}")
         raise typer.Exit
-    level = logging.DEBUG if debug else logging.INFO if verbose else logging.WARNING
-    logging.basicConfig(stream=console.stderr, level=level, format="%(levelname)s %(name)s: %(message)s", force=True)
+    _configure_logs(console, logging.DEBUG if debug else logging.INFO if verbose else logging.WARNING)
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(ExitCode.USAGE)
@@ -112,6 +111,15 @@ def run(arguments: Sequence[str], console: Console) -> int:
         console.error(f"{type(error).__name__}: {error}", hint)
         return ExitCode.FAILURE
     return ExitCode.OK
+
+
+def _configure_logs(console: Console, level: int) -> None:
+    """Show our own logs from this level on; those of the libraries we use are left as they are."""
+    handler = logging.StreamHandler(console.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    ours = logging.getLogger(__name__.partition(".")[0])
+    ours.handlers[:] = [handler]
+    ours.setLevel(level)
 
 
 def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:

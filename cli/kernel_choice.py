@@ -45,7 +45,7 @@ class Choice:
     """What an op would run on for one case (a format, an activation, or "" where there is only one).
 
     isa      the instruction set of the kernel that would be bound, "reference" if none accepts
-    refused  why each better candidate was refused
+    refused  why better candidates were refused, those with one reason together
     """
 
     op: str
@@ -59,7 +59,8 @@ def choices() -> tuple[Choice, ...]:
     """One Choice for every op and case."""
     found = []
     for op, case, args in _cases():
-        isa, source, refused = "reference", "kernels/reference", []
+        isa, source = "reference", "kernels/reference"
+        refused: dict[str, list[str]] = {}
         for entry in registry.entries():
             if entry.op != op:
                 continue
@@ -67,8 +68,9 @@ def choices() -> tuple[Choice, ...]:
             if reason is None:
                 isa, source = entry.isa, entry.source
                 break
-            refused.append(f"{entry.isa}: {reason}")
-        found.append(Choice(op, case, isa, source, tuple(refused)))
+            refused.setdefault(reason, []).append(entry.isa)
+        reasons = tuple(f"{', '.join(isas)}: {reason}" for reason, isas in refused.items())
+        found.append(Choice(op, case, isa, source, reasons))
     return tuple(found)
 
 

@@ -45,7 +45,7 @@ def parse_count(value: str | int) -> int:
     if not suffix or suffix.isupper():
         if "." in digits:
             raise typer.BadParameter(f"`{text}` is not a whole number; decimals need a small suffix such as 1.5k")
-        return int(digits) * 1024 ** " KMGT".index(suffix or " ")
+        return int(digits) << 10 * " KMGT".index(suffix or " ")
     whole, _, fraction = digits.partition(".")
     zeros = 3 * " kmgt".index(suffix)
     if len(fraction) > zeros:
@@ -87,19 +87,21 @@ def choose_model(argument: str | None, option: str | None) -> str:
 
 _DEFAULT = EngineConfig()
 
+Dtype = Annotated[
+    str,
+    _name(
+        "--dtype",
+        metavar="TYPE",
+        parser=parse_dtype,
+        text="auto keeps weights as stored; float32, float16 and bfloat16 convert them.",
+    ),
+]
+
 
 def engine_config(
     model: ModelArgument = None,
     model_option: ModelOption = None,
-    dtype: Annotated[
-        str,
-        _name(
-            "--dtype",
-            metavar="TYPE",
-            parser=parse_dtype,
-            text="auto keeps weights as stored; float32, float16 and bfloat16 convert them.",
-        ),
-    ] = _DEFAULT.dtype,
+    dtype: Dtype = _DEFAULT.dtype,
     kv_cache_dtype: Annotated[
         str,
         _name(

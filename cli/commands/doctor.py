@@ -67,7 +67,7 @@ def show(console: Console, diagnosis: Diagnosis) -> None:
             *([folder.purpose, f"{format_bytes(folder.bytes)} in {folder.path}"] for folder in diagnosis.caches),
         ],
     )
-    console.table(["op", "for", "runs on", "source", "refused"], kernel_rows(diagnosis.kernels))
+    console.table(["op", "for", "runs on", "refused"], kernel_rows(diagnosis.kernels))
     console.table(
         ["package", "version"], [[name, version or "not installed"] for name, version in diagnosis.packages.items()]
     )
@@ -77,7 +77,7 @@ def show(console: Console, diagnosis: Diagnosis) -> None:
 
 def kernel_rows(kernels: tuple[Choice, ...]) -> list[list[str]]:
     """A row for each op and outcome; the formats that share one are in one row."""
-    rows: dict[tuple[str, str, str, str], list[str]] = {}
+    rows: dict[tuple[str, str, str], list[str]] = {}
     for choice in kernels:
-        rows.setdefault((choice.op, choice.isa, choice.source, "; ".join(choice.refused)), []).append(choice.case)
-    return [[op, ", ".join(cases), isa, source, refused] for (op, isa, source, refused), cases in rows.items()]
+        rows.setdefault((choice.op, choice.isa, "; ".join(choice.refused) or "-"), []).append(choice.case)
+    return [[op, ", ".join(cases), isa, refused] for (op, isa, refused), cases in rows.items()]

@@ -2,12 +2,17 @@
 
 import json
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
+from llmctl.cli import app
 from llmctl.cli.commands.plan import PackedSize, as_json, packed_size, show
+from llmctl.cli.exits import ExitCode
 from llmctl.engine.budget import memory_budget
 from llmctl.engine.config import EngineConfig
 from llmctl.engine.models.arch import DecoderSpec, RopeSpec
+from llmctl.engine.models.families import expected_shapes
 from llmctl.kernels.cpu.pack import packed_bytes
 from llmctl.kernels.formats import F16, F32, WeightFormat
 
@@ -59,3 +64,46 @@ def test_table_in_a_file_is_never_cut(console, budget):
     assert "a-model-with-a-long-name-" * 10 in text
     assert f"{budget.num_blocks} blocks of 32 tokens in f16, 512 B per token" in text
     assert "…" not in text and "\x1b" not in text
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A folder with a float16 checkpoint of SPEC, all zeros; the plan reads its headers only."""
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": SPEC.num_layers,
+        "hidden_size": SPEC.hidden_size,
+        "num_attention_heads": SPEC.num_heads,
+        "num_key_value_heads": SPEC.num_kv_heads,
+        "intermediate_size": SPEC.ffn_size,
+        "vocab_size": SPEC.vocab_size,
+        "max_position_embeddings": SPEC.context_length,
+        "rms_norm_eps": SPEC.norm_eps,
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    tensors = {name: np.zeros(shape, np.float16) for name, shape in expected_shapes(SPEC).items()}
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_plan_of_a_folder_counts_its_weights(console, checkpoint):
+    assert app.run(["plan", str(checkpoint), "--json", "--max-num-seqs", "3"], console) == ExitCode.OK
+    report = json.loads(console.stdout.getvalue())
+    weights = sum(2 * np.prod(shape) for shape in expected_shapes(SPEC).values() if len(shape) == 2)
+    assert report["weight_bytes"] == weights + 2 * 128 * (-1000 % 16)  # the vocabulary is padded to panels of 16
+    assert report["weight_formats"] == {"f16": 15}
+    assert report["max_model_len"] == 4096
+    assert report["num_blocks"] == 3 * 4096 // 32
+
+
+def test_plan_that_does_not_fit_names_what_would(console, checkpoint):
+    assert app.run(["plan", str(checkpoint), "--num-gpu-blocks-override", "10"], console) == ExitCode.CAPACITY
+    assert "a KV cache of 10 blocks holds 320 tokens, one sequence may have 4096" in console.stderr.getvalue()
+    assert "--max-model-len 320" in console.stderr.getvalue()
+
+
+def test_plan_of_a_model_that_is_not_there_is_a_usage_error(console, tmp_path):
+    assert app.run(["plan", str(tmp_path / "none")], console) == ExitCode.USAGE
+    assert console.stdout.getvalue() == ""
