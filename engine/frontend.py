@@ -10,7 +10,7 @@ import itertools
 import queue
 import secrets
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -125,7 +125,7 @@ class Frontend:
 
     def stream(
         self, prompt: str | Sequence[int], sampling: SamplingParams, *, request_id: str | None = None
-    ) -> Iterator[TextDelta]:
+    ) -> Generator[TextDelta, None, None]:
         """Text as it is generated, for all n sequences, until each has ended. Closing the iterator aborts them."""
         request = self.request(prompt, sampling, request_id=request_id)
         outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
@@ -135,7 +135,7 @@ class Frontend:
 
     def _deltas(
         self, request: Request, outputs: queue.SimpleQueue[Output], assembler: TextAssembler
-    ) -> Iterator[TextDelta]:
+    ) -> Generator[TextDelta, None, None]:
         try:
             while not assembler.finished:
                 output = outputs.get()

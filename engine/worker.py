@@ -27,7 +27,7 @@ class Channel:
 
     def __init__(self, address: str) -> None:
         self._parent = os.getppid()
-        self._socket = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 2000)
         self._socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()

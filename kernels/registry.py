@@ -31,7 +31,7 @@ from .ops import (
     SampleArgs,
 )
 
-__all__ = ["KERNELS", "Entry", "bind", "entries", "record", "register"]
+__all__ = ["KERNELS", "Entry", "StepArgs", "bind", "build_id", "configure", "entries", "record", "register"]
 
 KERNELS = ("auto", "generic", "reference")
 
@@ -95,6 +95,17 @@ def bind(op: str, args: Any, *, device: str = "cpu", kernels: str = "auto") -> A
             return entry.build(args)
         refusals.append(f"{_name(entry)}: {reason}")
     raise NoKernel(f"no kernel for {op} on {device}: {'; '.join(refusals)}", _hint(kernels))
+
+
+def configure(kernels: str, threads: int) -> tuple[str, str]:
+    """(instruction set, bits class) of the kernels that will be bound on this CPU, run by `threads` threads."""
+    isa = None if kernels == "reference" else cpu.configure(kernels, threads)
+    return ("any", "reference") if isa is None else (isa.name, f"cpu-{isa.name}")
+
+
+def build_id() -> str:
+    """Names the build of the kernels: bits are promised within one build."""
+    return cpu.build_id()
 
 
 def record(ops: Sequence[Op], batch: Batch, *, kernels: str = "auto") -> Program:

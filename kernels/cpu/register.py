@@ -7,8 +7,10 @@ An extension that cannot be imported is a refusal with its reason, as is a CPU t
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..device import read_machine
@@ -29,6 +31,30 @@ ISAS = (Isa("avx2", 20, ("avx2", "fma", "f16c")), Isa("generic", 10, ()))
 
 _Accepts = Callable[[Any], str | None]
 _Build = Callable[[Any], Any]
+
+
+def configure(kernels: str, threads: int) -> Isa | None:
+    """The instruction set that `kernels` ("auto" or "generic") binds on this CPU, with the thread pool set to `threads`.
+
+    None if the extension cannot be imported. The pool is the process's own: the last engine to start sets its size.
+    """
+    try:
+        from .. import _cpu
+    except ImportError:
+        return None
+    _cpu.set_threads(threads)
+    features = read_machine().features
+    usable = [isa for isa in ISAS if all(name in features for name in isa.features)]
+    return usable[-1] if kernels == "generic" else usable[0]
+
+
+def build_id() -> str:
+    """What the extension was compiled from and with; bits may differ between builds. Empty without an extension."""
+    try:
+        from .. import _cpu
+    except ImportError:
+        return ""
+    return hashlib.sha256(Path(_cpu.__file__).read_bytes()).hexdigest()[:16]
 
 
 @functools.cache
