@@ -52,8 +52,8 @@ class Sampler:
         slots, rows, row = self._slots, self._args.rows, 0
         for chunk in chunks:
             for offset in range(chunk.logits_from, chunk.count):
+                rows[row] = slots.sampling[chunk.slot]
                 record = rows[row]
-                record[()] = slots.sampling[chunk.slot]
                 length = chunk.start + offset + 1
                 generated = length - int(record["prompt_len"])
                 banned = generated < slots.banned_until[chunk.slot]

@@ -34,7 +34,7 @@ _Build = Callable[[Any], Any]
 
 
 def configure(kernels: str, threads: int) -> Isa | None:
-    """The instruction set that `kernels` ("auto" or "generic") binds on this CPU, with the thread pool set to `threads`.
+    """The instruction set that `kernels` ("auto" or "generic") binds on this CPU; sets the pool to `threads`.
 
     None if the extension cannot be imported. The pool is the process's own: the last engine to start sets its size.
     """
