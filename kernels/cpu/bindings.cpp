@@ -314,17 +314,17 @@ NB_MODULE(_cpu, m) {
 
   nb::class_<Program>(m, "Program")
       .def("__init__",
-           [](Program* self, const std::vector<std::shared_ptr<Op>>& ops) {
+           [](Program* self, const std::vector<std::shared_ptr<Op>>& ops, const Batch& batch) {
              std::vector<const Stage*> stages;
              for (const auto& op : ops) {
                for (const Stage* stage : op->stages()) stages.push_back(stage);
              }
              for (const Stage* stage : stages) {
-               require(stage->batch().counts == stages[0]->batch().counts, "ops of one program read different batches");
+               require(stage->batch().counts == batch.counts, "an op of the program reads another batch");
              }
              new (self) Program(std::move(stages));
            },
-           "ops"_a, nb::keep_alive<1, 2>())
+           "ops"_a, "batch"_a, nb::keep_alive<1, 2>())
       .def("replay", &Program::replay, Released())
       .def("barriers", &Program::barriers, "rows"_a, "logit_rows"_a);
 

@@ -75,7 +75,7 @@ def record(ops: Sequence[Op], batch: Batch) -> _cpu.Program:
         if not isinstance(op, _cpu.Op):
             raise ValueError(f"a C++ program cannot hold {type(op).__name__}")
         native.append(op)
-    return _cpu.Program(tuple(native))
+    return _cpu.Program(tuple(native), _batch(batch))
 
 
 def accepts_embed(args: EmbedArgs) -> str | None:
