@@ -104,7 +104,7 @@ class Scheduler:
             elif seq.todo > 1:
                 prefills.append(seq)
         prefills.sort(key=_rank)
-        draft.promised = sum(self._missing(seq) for seq in prefills)
+        draft.promised = sum(map(self._missing, self._running.values()))
         if prefills and self._queue.overtakes:
             allowed = draft.left // 2
             while (used := self._admit(draft, allowed, whole=True)) > 0:
@@ -192,8 +192,9 @@ class Scheduler:
         return self._memory.find(seq)
 
     def _missing(self, seq: Sequence) -> int:
-        """Blocks the sequence needs besides its own to compute all its known tokens and to decode the next."""
-        return self._memory.blocks_for(min(len(seq.tokens) + seq.pending + 1, seq.goal)) - len(seq.blocks)
+        """Blocks the sequence needs besides its own for all its known tokens and one block's worth to come."""
+        soon = len(seq.tokens) + seq.pending + self._config.block_size
+        return self._memory.blocks_for(min(soon, seq.goal)) - len(seq.blocks)
 
     def _make_room(self) -> None:
         """Preempt until every decode, and one token of the first in rank, can have the block it may need."""
@@ -285,14 +286,14 @@ class Scheduler:
         return used
 
     def _affordable(self, draft: Draft, seq: Sequence) -> Start | None:
-        """The sequence's start if memory has all that its known tokens need, and a reserve for those running."""
+        """The sequence's start if memory has what it needs soon, besides what was promised to those running."""
         available = self._memory.available
         if not self._running:
             start = self._start(seq)
             if self._missing(seq) - len(start.columns) > available - self._memory.cost(start):
                 start = Start(start.columns, nodes=start.nodes[: len(start.columns)])  # the source has to make room
             return start
-        slack = available - draft.promised - max(1, min(len(self._running), min(self._config.num_blocks) // 8))
+        slack = available - draft.promised
         refused = self._refused
         if (refused.order, refused.inserts) == (seq.order, self._memory.tree.inserts) and slack <= refused.slack:
             return None

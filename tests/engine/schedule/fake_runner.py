@@ -1,8 +1,8 @@
 """A runner without a model, for tests: applies Steps exactly as documented and checks that they are legal.
 
-For every block and offset it keeps the hash of the whole token history whose KV was written there. A chunk may be computed
-only if each position it attends to holds the hash of this sequence's own history, so sharing, copying or reusing a wrong
-block is caught where it happens. The next token is a pure function of the history and the sequence's seed.
+For every block and offset it keeps the hash of the whole token history whose KV was written there. A chunk may be
+computed only if each position it attends to holds the hash of this sequence's own history, so sharing, copying or
+reusing a wrong block is caught where it happens. The next token is a pure function of that history and the seed.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ class FakeRunner:
         self.config = config
         self.model = model or FakeModel()
         self.slots: dict[int, Slot] = {}
-        self.kv = [
-            [[None] * config.block_size for _ in range(count)] for count in config.num_blocks
-        ]  # type: list[list[list[int | None]]]
+        self.kv = [[[None] * config.block_size for _ in range(count)] for count in config.num_blocks]  # type: list[list[list[int | None]]]
         self.next_index = 0
         self.copied_tokens = 0
         self.computed_tokens = 0
@@ -218,7 +216,7 @@ class Loop:
 
 
 def calm_run(request: Request, index: int, limit: int, model: FakeModel) -> tuple[list[int], FinishReason]:
-    """What the sequence must give whatever its company: its tokens and how it ends, by definition and not by schedule."""
+    """What the sequence must give whatever its company: its tokens, and how it ends."""
     history = START
     for token in request.prompt:
         history = extend(history, token)
