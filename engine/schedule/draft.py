@@ -25,7 +25,7 @@ class Draft:
     """Filled by the scheduler while it walks the sequences, then frozen into a Step.
 
     left      tokens of the step's budget that nobody has yet
-    promised  blocks that prompts under way still need, besides those they have
+    promised  blocks that running sequences need soon, besides those they have
     """
 
     def __init__(self, budget: int) -> None:

@@ -113,7 +113,7 @@ class PrefixTree:
         if node is None:
             if len(self._roots) > len(self._node_of) + 64:
                 self._roots = {name: root for name, root in self._roots.items() if root.children}
-            node = self._roots[salt] = Node(None, (), (), hash((0, *salt.encode())))
+            node = self._roots[salt] = Node(None, (), (), hash((0, *map(ord, salt))))
         return node
 
     def insert(self, parent: Node, tokens: tuple[int, ...], blocks: Column, request: int) -> Node:

@@ -15,11 +15,11 @@ from __future__ import annotations
 import heapq
 import logging
 from collections import deque
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...kernels.errors import CapacityError, UsageError
+from ...kernels.errors import UsageError
 from ..request import FinishReason, Output, Request, TokenLogprobs
+from .config import SchedulerConfig
 from .draft import Draft, Row
 from .memory import KVMemory, Start
 from .policy import Ticket, make_queue
@@ -30,37 +30,21 @@ from .step import ChunkResult, Step, StepResult
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Limits of one engine start. `num_blocks` has one entry per KV group, `depth` counts steps in flight."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    block_size: int
-    num_blocks: tuple[int, ...]
-    max_model_len: int
-    enable_prefix_caching: bool = True
-    policy: str = "hybrid"
-    depth: int = 1
-    epoch: int = 0
-    eviction_k: int = 2  # K of LRU-K; 1 is LRU
-    tenant_weights: tuple[tuple[str, float], ...] = ()  # shares of the fair queue; 1 for who is not named
-
-
 class Scheduler:
     """Requests in, Steps out, results in, Outputs out. Not thread-safe; makes no system call and reads no clock."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._memory = KVMemory(config.num_blocks, config.block_size, config.enable_prefix_caching, config.eviction_k)
-        capacity = min(config.num_blocks) * config.block_size
-        self._limit = min(config.max_model_len, capacity)
-        if capacity < config.max_model_len:
-            log.warning("%d KV blocks hold %d tokens, so sequences end there and not at %d",
-                        min(config.num_blocks), capacity, config.max_model_len)  # fmt: skip
-        # Every running sequence may decode in every step, or some would wait with their memory held.
-        self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self._queue = make_queue(config.policy, self._limit, dict(config.tenant_weights))
+        if config.limit < config.max_model_len:
+            log.warning(
+                "sequences end at %d tokens, not at %d: there are no more KV blocks", config.limit, config.max_model_len
+            )
+        if config.max_running < config.max_num_seqs:
+            log.warning(
+                "%d sequences run at once, not %d: a step has no more tokens", config.max_running, config.max_num_seqs
+            )
+        self._queue = make_queue(config.policy, config.limit, dict(config.tenant_weights))
         self._requests: dict[str, list[Sequence]] = {}  # the unfinished sequences of each
         self._waiting: dict[int, tuple[Sequence, Ticket]] = {}  # in the queue, by order
         self._running: dict[int, Sequence] = {}  # by order, in order of admission
@@ -85,16 +69,19 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. CapacityError if it could not run even alone, UsageError for an id in use."""
-        self._check(request)
-        leader = Sequence(request, 0, self._next_order, self._limit)
+        if request.id in self._requests:
+            raise UsageError(f"request id `{request.id}` is in use", "give each request its own id")
+        self._config.check(request)
+        leader = Sequence(request, 0, self._next_order, self._config.limit)
         samples = [leader] + [
-            Sequence(request, index, self._next_order + index, self._limit, leader)
+            Sequence(request, index, self._next_order + index, self._config.limit, leader)
             for index in range(1, request.sampling.n)
         ]
         self._next_order += len(samples)
         self._live += len(samples)
         self._requests[request.id] = samples
-        self._blocked[leader.order] = samples[1:]
+        if len(samples) > 1:
+            self._blocked[leader.order] = samples[1:]
         self._enqueue(leader)
 
     def abort(self, request_id: str) -> tuple[Output, ...]:
@@ -117,7 +104,7 @@ class Scheduler:
             elif seq.todo > 1:
                 prefills.append(seq)
         prefills.sort(key=_rank)
-        draft.promised = sum(self._missing(seq) for seq in prefills)
+        draft.promised = sum(map(self._missing, self._running.values()))
         if prefills and self._queue.overtakes:
             allowed = draft.left // 2
             while (used := self._admit(draft, allowed, whole=True)) > 0:
@@ -181,26 +168,6 @@ class Scheduler:
             for seq in samples
         )
 
-    def _check(self, request: Request) -> None:
-        if request.id in self._requests:
-            raise UsageError(f"request id `{request.id}` is in use", "give each request its own id")
-        if not request.prompt:
-            raise UsageError("the prompt has no tokens", "give at least one token")
-        config = self._config
-        prompt, total = len(request.prompt), len(request.prompt) + min(request.max_tokens, 1)
-        if total > config.max_model_len:
-            raise CapacityError(
-                f"the prompt has {prompt} tokens and the context holds {config.max_model_len}, the answer's included",
-                "shorten the prompt, or raise --max-model-len if the model allows",
-            )
-        blocks = self._memory.blocks_for(total)
-        if blocks > min(config.num_blocks):
-            raise CapacityError(
-                f"a prompt of {prompt} tokens needs {blocks} KV blocks of {config.block_size} tokens, "
-                f"there are {min(config.num_blocks)}",
-                "shorten the prompt, or raise --kv-cache-memory-bytes",
-            )
-
     def _enqueue(self, seq: Sequence) -> None:
         resumed = seq.phase is Phase.PREEMPTED
         known = self._memory.tokens_of(self._start(seq))
@@ -225,8 +192,9 @@ class Scheduler:
         return self._memory.find(seq)
 
     def _missing(self, seq: Sequence) -> int:
-        """Blocks the sequence needs besides its own to compute all its known tokens and to decode the next."""
-        return self._memory.blocks_for(min(len(seq.tokens) + seq.pending + 1, seq.goal)) - len(seq.blocks)
+        """Blocks the sequence needs besides its own for all its known tokens and one block's worth to come."""
+        soon = len(seq.tokens) + seq.pending + self._config.block_size
+        return self._memory.blocks_for(min(soon, seq.goal)) - len(seq.blocks)
 
     def _make_room(self) -> None:
         """Preempt until every decode, and one token of the first in rank, can have the block it may need."""
@@ -287,7 +255,7 @@ class Scheduler:
 
         `whole`: only if all of its known tokens can be computed in this step.
         """
-        if allowed <= 0 or not self._free_slots or len(self._running) >= self._max_running:
+        if allowed <= 0 or not self._free_slots or len(self._running) >= self._config.max_running:
             return 0
         ticket = self._queue.head()
         if ticket is None or (whole and ticket.prompt > allowed):
@@ -318,14 +286,14 @@ class Scheduler:
         return used
 
     def _affordable(self, draft: Draft, seq: Sequence) -> Start | None:
-        """The sequence's start if memory has all that its known tokens need, and a reserve for those running."""
+        """The sequence's start if memory has what it needs soon, besides what was promised to those running."""
         available = self._memory.available
         if not self._running:
             start = self._start(seq)
             if self._missing(seq) - len(start.columns) > available - self._memory.cost(start):
                 start = Start(start.columns, nodes=start.nodes[: len(start.columns)])  # the source has to make room
             return start
-        slack = available - draft.promised - max(1, min(len(self._running), min(self._config.num_blocks) // 8))
+        slack = available - draft.promised
         refused = self._refused
         if (refused.order, refused.inserts) == (seq.order, self._memory.tree.inserts) and slack <= refused.slack:
             return None

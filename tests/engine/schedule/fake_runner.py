@@ -1,8 +1,8 @@
 """A runner without a model, for tests: applies Steps exactly as documented and checks that they are legal.
 
-For every block and offset it keeps the hash of the whole token history whose KV was written there. A chunk may be computed
-only if each position it attends to holds the hash of this sequence's own history, so sharing, copying or reusing a wrong
-block is caught where it happens. The next token is a pure function of the history and the sequence's seed.
+For every block and offset it keeps the hash of the whole token history whose KV was written there. A chunk may be
+computed only if each position it attends to holds the hash of this sequence's own history, so sharing, copying or
+reusing a wrong block is caught where it happens. The next token is a pure function of that history and the seed.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class FakeRunner:
         new = {(delta.group, block) for delta in step.tables for block in delta.blocks}
         assert targets <= new, "a copy into a block that is nobody's new one"
         for copy in step.copies:
-            assert (copy.group, copy.source) not in targets and (copy.group, copy.source) not in new
+            assert (copy.group, copy.source) not in targets
             assert 0 < copy.tokens < self.config.block_size
             source = self.kv[copy.group][copy.source]
             assert None not in source[: copy.tokens], "a copy of positions never written"
@@ -216,7 +216,7 @@ class Loop:
 
 
 def calm_run(request: Request, index: int, limit: int, model: FakeModel) -> tuple[list[int], FinishReason]:
-    """What the sequence must give whatever its company: its tokens and how it ends, by definition and not by schedule."""
+    """What the sequence must give whatever its company: its tokens, and how it ends."""
     history = START
     for token in request.prompt:
         history = extend(history, token)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -154,6 +154,7 @@ TestScheduler.settings = settings(
     max_examples=max(1, RULES // RULES_EACH),
     stateful_step_count=RULES_EACH,
     deadline=None,
+    phases=(Phase.generate, Phase.shrink) if "LLMCTL_STATE_SHRINK" in os.environ else (Phase.generate,),
     derandomize="LLMCTL_STATE_STEPS" not in os.environ,
     database=None,
     suppress_health_check=list(HealthCheck),

@@ -1,0 +1,53 @@
+"""The limits a scheduler works within, and whether a request fits them at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...kernels.errors import CapacityError, UsageError
+from ..request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one engine start. `num_blocks` has one entry per KV group, `depth` counts steps in flight."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: tuple[int, ...]
+    max_model_len: int
+    enable_prefix_caching: bool = True
+    policy: str = "hybrid"
+    depth: int = 1
+    epoch: int = 0
+    eviction_k: int = 2  # K of LRU-K; 1 is LRU
+    tenant_weights: tuple[tuple[str, float], ...] = ()  # shares of the fair queue; 1 for who is not named
+
+    @property
+    def limit(self) -> int:
+        """Tokens that one sequence can have, prompt and answer: by the context, or by the smallest pool."""
+        return min(self.max_model_len, min(self.num_blocks) * self.block_size)
+
+    @property
+    def max_running(self) -> int:
+        """Sequences that run at once. Each may decode in every step, or some would wait with their memory held."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    def check(self, request: Request) -> None:
+        """CapacityError for a request that could not run even alone: its prompt and one token are too much."""
+        prompt = len(request.prompt)
+        if prompt == 0:
+            raise UsageError("the prompt has no tokens", "give at least one token")
+        total = prompt + min(request.max_tokens, 1)
+        if total > self.max_model_len:
+            raise CapacityError(
+                f"the prompt has {prompt} tokens, the context holds {self.max_model_len} with at least one to generate",
+                "shorten the prompt, or raise --max-model-len if the model allows",
+            )
+        if total > self.limit:
+            raise CapacityError(
+                f"a prompt of {prompt} tokens and one to generate need {-(-total // self.block_size)} KV blocks of "
+                f"{self.block_size} tokens, there are {min(self.num_blocks)}",
+                "shorten the prompt, or raise --kv-cache-memory-bytes",
+            )
