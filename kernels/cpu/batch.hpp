@@ -13,6 +13,7 @@ constexpr int kPrivateRows = 2;     // PRIVATE_ROWS of kernels/ops.py
 constexpr int kAttendSplit = 128;   // ATTEND_SPLIT of kernels/ops.py
 constexpr int kMaxForms = 6;        // quantized forms of one Act
 constexpr int kMaxHeadDim = 512;
+constexpr int kMaxInt8Group = 8192;  // 8192 x 128 x 2047 is just below 2^31
 
 enum Count : int { kRows = 0, kSeqs = 1, kLogitRows = 2 };  // indices into Batch::counts
 
@@ -26,10 +27,11 @@ struct Batch {
   const int32_t* logit_rows;  // [max_logit_rows]
 };
 
-// A float32 matrix of row buffers; `stride` floats from one row to the next.
+// A float32 matrix of `count` row buffers; `stride` floats from one row to the next.
 struct Rows {
   float* data;
   long stride;
+  long count;
   float* row(long i) const { return data + i * stride; }
 };
 

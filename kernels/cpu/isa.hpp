@@ -29,8 +29,8 @@ namespace llmctl::cpu {
 
 constexpr int kLanes = 8;
 
-LLMCTL_INLINE int least(int a, int b) { return a < b ? a : b; }
-LLMCTL_INLINE int most(int a, int b) { return a > b ? a : b; }
+LLMCTL_INLINE constexpr int least(int a, int b) { return a < b ? a : b; }
+LLMCTL_INLINE constexpr int most(int a, int b) { return a > b ? a : b; }
 
 template <class To, class From>
 LLMCTL_INLINE To bits_as(From from) {
@@ -117,6 +117,12 @@ struct Avx2 {
   LLMCTL_INLINE I bits_i(F a) { return _mm256_castps_si256(a); }
   LLMCTL_INLINE F to_float(I a) { return _mm256_cvtepi32_ps(a); }
   LLMCTL_INLINE I to_int(F a) { return _mm256_cvtps_epi32(a); }  // half to even; |a| < 2^22
+  // Lanes as int8 or int16, saturated.
+  LLMCTL_INLINE void store_i16(int16_t* p, I v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), pack_16(v)); }
+  LLMCTL_INLINE void store_i8(int8_t* p, I v) {
+    const __m128i words = pack_16(v);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+  }
   LLMCTL_INLINE int32_t sum_i(I a) {
     __m128i s = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
     s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4E));
@@ -187,6 +193,9 @@ struct Avx2 {
  private:
   template <class T>
   LLMCTL_INLINE __m128i load_128(const T* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+  LLMCTL_INLINE __m128i pack_16(I v) {
+    return _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  }
   LLMCTL_INLINE __m256i first_lanes(int n) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), lane_index()); }
 };
 
@@ -282,6 +291,12 @@ struct Generic {
   LLMCTL_INLINE F to_float(I a) { return __builtin_convertvector(a, F); }
   // Adding 1.5 * 2^23 leaves the integer, rounded half to even, in the low bits of the sum.
   LLMCTL_INLINE I to_int(F a) { return I(U(bits_i(a + 12582912.0f)) - 0x4B400000u); }
+  LLMCTL_INLINE void store_i16(int16_t* p, I v) {
+    for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int16_t>(least(most(v[i], -32768), 32767));
+  }
+  LLMCTL_INLINE void store_i8(int8_t* p, I v) {
+    for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(least(most(v[i], -128), 127));
+  }
   LLMCTL_INLINE int32_t sum_i(I a) {
     uint32_t s = 0;
     for (int i = 0; i < kLanes; ++i) s += static_cast<uint32_t>(a[i]);
@@ -303,70 +318,61 @@ struct Generic {
     store_words(p, (bits & 0x7FFFFFFFu) > 0x7F800000u ? quiet : rounded);
   }
   LLMCTL_INLINE void load_bf16_pairs(const uint16_t* p, F& a, F& b) {
-    U low, high;
-    for (int i = 0; i < kLanes; ++i) {
-      low[i] = static_cast<uint32_t>(p[2 * i]) << 16;
-      high[i] = static_cast<uint32_t>(p[2 * i + 1]) << 16;
-    }
-    a = bits_as<F>(low);
-    b = bits_as<F>(high);
+    const U pairs = load_u(p);
+    a = bits_as<F>(pairs << 16);
+    b = bits_as<F>(pairs & 0xFFFF0000u);
   }
 
+  // Bytes of a little-endian word are taken apart by shifts, so that one lane is one column throughout.
   struct Codes4 {
-    int16_t k[4][kLanes];
+    I k[4];
   };
   using Sum4 = I;
   struct X4 {
-    int16_t k[4];
+    I k[4];
   };
   LLMCTL_INLINE void load_codes4(const uint8_t* p, Codes4& low, Codes4& high) {
-    for (int c = 0; c < kLanes; ++c) {
-      for (int i = 0; i < 4; ++i) {
-        low.k[i][c] = p[4 * c + i] & 15;
-        high.k[i][c] = p[4 * c + i] >> 4;
-      }
-    }
+    const U words = load_u(p);
+    low = Codes4{{I(words & 15u), I((words >> 8) & 15u), I((words >> 16) & 15u), I((words >> 24) & 15u)}};
+    high = Codes4{{I((words >> 4) & 15u), I((words >> 12) & 15u), I((words >> 20) & 15u), I(words >> 28)}};
   }
   LLMCTL_INLINE Sum4 zero_sum4() { return I{}; }
-  LLMCTL_INLINE X4 broadcast_x4(const int8_t* x) { return X4{{x[0], x[1], x[2], x[3]}}; }
-  LLMCTL_INLINE Sum4 dot4(Sum4 sum, const Codes4& w, X4 x) {
-    for (int i = 0; i < 4; ++i) {
-      for (int c = 0; c < kLanes; ++c) sum[c] += w.k[i][c] * x.k[i];
-    }
-    return sum;
+  LLMCTL_INLINE X4 broadcast_x4(const int8_t* x) { return X4{{set1_i(x[0]), set1_i(x[1]), set1_i(x[2]), set1_i(x[3])}}; }
+  LLMCTL_INLINE Sum4 dot4(Sum4 sum, const Codes4& w, const X4& x) {
+    return sum + w.k[0] * x.k[0] + w.k[1] * x.k[1] + w.k[2] * x.k[2] + w.k[3] * x.k[3];
   }
   LLMCTL_INLINE I sum4_to_int(Sum4 sum) { return sum; }
 
   struct Codes2 {
-    int16_t k[2][kLanes];
+    I k[2];
   };
   struct X2 {
-    int16_t k[2];
+    I k[2];
   };
   LLMCTL_INLINE Codes2 load_codes2(const int8_t* p) {
-    Codes2 w;
-    for (int c = 0; c < kLanes; ++c) {
-      w.k[0][c] = p[2 * c];
-      w.k[1][c] = p[2 * c + 1];
-    }
-    return w;
+    const I words = I(load_words(p));
+    return Codes2{{words << 24 >> 24, words << 16 >> 24}};
   }
-  LLMCTL_INLINE X2 broadcast_x2(const int16_t* x) { return X2{{x[0], x[1]}}; }
-  LLMCTL_INLINE I dot2(I sum, const Codes2& w, X2 x) {
-    for (int c = 0; c < kLanes; ++c) sum[c] += w.k[0][c] * x.k[0] + w.k[1][c] * x.k[1];
-    return sum;
-  }
+  LLMCTL_INLINE X2 broadcast_x2(const int16_t* x) { return X2{{set1_i(x[0]), set1_i(x[1])}}; }
+  LLMCTL_INLINE I dot2(I sum, const Codes2& w, const X2& x) { return sum + w.k[0] * x.k[0] + w.k[1] * x.k[1]; }
 
   LLMCTL_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 
  private:
-  LLMCTL_INLINE U load_words(const uint16_t* p) {
+  typedef uint16_t Words __attribute__((vector_size(16)));
+  LLMCTL_INLINE U load_u(const void* p) {
     U v;
-    for (int i = 0; i < kLanes; ++i) v[i] = p[i];
+    std::memcpy(&v, p, sizeof(v));
     return v;
   }
+  LLMCTL_INLINE U load_words(const void* p) {
+    Words v;
+    std::memcpy(&v, p, sizeof(v));
+    return __builtin_convertvector(v, U);
+  }
   LLMCTL_INLINE void store_words(uint16_t* p, U v) {
-    for (int i = 0; i < kLanes; ++i) p[i] = static_cast<uint16_t>(v[i]);
+    const Words words = __builtin_convertvector(v, Words);
+    std::memcpy(p, &words, sizeof(words));
   }
   // Exponent and mantissa moved into place and scaled by 2^112 make normal and subnormal halves right at once.
   LLMCTL_INLINE F half_to_float(U h) {
@@ -389,6 +395,20 @@ struct Generic {
 };
 
 #endif  // LLMCTL_ISA_GENERIC
+
+// The first n lanes (1..8): the masked forms are slow, and n is nearly always 8.
+template <class Isa>
+LLMCTL_INLINE typename Isa::F load_some(const float* p, int n) {
+  return n == kLanes ? Isa::load(p) : Isa::load_part(p, n);
+}
+template <class Isa>
+LLMCTL_INLINE void store_some(float* p, typename Isa::F v, int n) {
+  if (n == kLanes) {
+    Isa::store(p, v);
+  } else {
+    Isa::store_part(p, v, n);
+  }
+}
 
 // e^x to about 1 ulp for -87 <= x <= 88, clamped outside; NaN stays NaN and exp(0) is exactly 1.
 // Two-step reduction by ln 2 and a degree-5 polynomial with the coefficients of Cephes' expf.

@@ -106,7 +106,10 @@ constexpr std::size_t sample_scratch_bytes(int vocab_size) {
   return static_cast<std::size_t>((vocab_size + 15) / 16) * 16 * 4 * 3;
 }
 
-// One query tile of attention: queries of one sequence times query heads of one KV head.
+constexpr int kTileRows = 6;      // score rows of a query tile: 6 rows x 2 vectors fill the registers
+constexpr int kPartialExtra = 8;  // floats of a partial behind its output: maximum, sum, padding
+
+// One query tile of attention: queries of one sequence times query heads of one KV head, at most kTileRows together.
 struct AttendTile {
   int first_row;   // of the batch
   int queries;     // consecutive rows
@@ -114,6 +117,26 @@ struct AttendTile {
   int first_head;  // query head
   int heads;
 };
+
+struct Range {
+  int begin;
+  int end;
+};
+
+// Positions that a query sees, splits that hold them, splits of a whole tile.
+static inline Range visible_range(int position, int window) {
+  return {window > 0 && position + 1 > window ? position + 1 - window : 0, position + 1};
+}
+static inline Range split_range(Range seen) { return {seen.begin / kAttendSplit, (seen.end - 1) / kAttendSplit + 1}; }
+static inline Range tile_splits(const AttendArgs& a, const AttendTile& tile) {
+  const int first = a.batch.position[tile.first_row], last = a.batch.position[tile.first_row + tile.queries - 1];
+  return split_range({visible_range(first, a.window).begin, last + 1});
+}
+
+// Where the partial of a row, query head and split begins in the workspace, in floats.
+static inline long partial_index(const AttendArgs& a, long row, long head, long split) {
+  return ((row * a.num_heads + head) * a.max_splits + split) * (a.kv.head_dim + kPartialExtra);
+}
 
 struct Table {
   const char* isa;

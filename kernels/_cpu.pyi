@@ -1,0 +1,99 @@
+"""The C++ extension (kernels/cpu/bindings.cpp). Addresses are ints; who passes one keeps its array alive."""
+
+from collections.abc import Sequence
+
+def isa() -> str: ...
+def isas() -> list[str]: ...
+def set_isa(name: str) -> None: ...
+def threads() -> int: ...
+def set_threads(threads: int) -> None: ...
+def workspace_bytes() -> int: ...
+
+class Batch:
+    def __init__(
+        self, counts: int, token: int, position: int, slot: int, seq_first: int, seq_rows: int, logit_rows: int
+    ) -> None: ...
+
+class Rows:
+    def __init__(self, data: int, stride: int, count: int) -> None: ...
+
+class Weight:
+    def __init__(self, kind: str, group: int, zero: str, n: int, k: int, data: int, bytes: int) -> None: ...
+
+class Form:
+    def __init__(self, kind: str, group: int, codes: int, scales: int, sums: int) -> None: ...
+
+class Act:
+    def __init__(self, k: int, max_rows: int, rows: int, values: int, forms: Sequence[Form]) -> None: ...
+
+class Kv:
+    def __init__(
+        self,
+        kind: str,
+        arena: int,
+        block_stride: int,
+        layer_offset: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        table: int,
+        max_blocks: int,
+    ) -> None: ...
+
+class Op: ...
+
+def embed(batch: Batch, weight: Weight, out: Rows) -> Op: ...
+def norm(batch: Batch, x: Rows, weight: int, eps: float, act: Act, logit_rows_only: bool) -> Op: ...
+def linear(
+    batch: Batch, act: Act, weight: Weight, bias: int, out: Rows, add: bool, logit_rows_only: bool
+) -> Op: ...
+def rope_store(
+    batch: Batch,
+    q: Rows,
+    k: Rows,
+    v: Rows,
+    q_norm: int,
+    k_norm: int,
+    norm_eps: float,
+    cos: int,
+    sin: int,
+    num_heads: int,
+    q_scale: float,
+    kv: Kv,
+) -> Op: ...
+def attend(
+    batch: Batch, q: Rows, num_heads: int, kv: Kv, window: int, max_positions: int, act: Act
+) -> Op: ...
+def act_mul(batch: Batch, gate: Rows, up: Rows, activation: str, act: Act) -> Op: ...
+
+class Program:
+    def __init__(self, ops: Sequence[Op], batch: Batch) -> None: ...
+    def replay(self) -> None: ...
+    def barriers(self, rows: int, logit_rows: int) -> int: ...
+
+class KvCopy:
+    def __init__(
+        self,
+        arena: int,
+        block_stride: int,
+        num_layers: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_bytes: int,
+    ) -> None: ...
+    def __call__(self, source: int, target: int, tokens: int) -> None: ...
+
+class Sampler:
+    def __init__(
+        self,
+        logits: Rows,
+        vocab_size: int,
+        rows: int,
+        token: int,
+        logprob: int,
+        top_ids: int,
+        top_logprobs: int,
+        finite: int,
+    ) -> None: ...
+    def __call__(self, rows: int) -> None: ...

@@ -1,0 +1,47 @@
+// The kernel table of one instruction set, made from the templates.
+#pragma once
+
+#include "act_mul.hpp"
+#include "attend.hpp"
+#include "embed.hpp"
+#include "linear_float.hpp"
+#include "linear_int.hpp"
+#include "norm.hpp"
+#include "rope_store.hpp"
+#include "table.hpp"
+#if __has_include("sample.hpp")
+#include "sample.hpp"
+#define LLMCTL_HAVE_SAMPLE
+#endif
+
+namespace llmctl::cpu {
+
+template <class Isa>
+LLMCTL_INLINE constexpr Table make_table() {
+  Table t{};
+  t.isa = Isa::kName;
+  t.embed = embed_rows<Isa>;
+  t.norm = norm_rows<Isa>;
+  t.linear[static_cast<int>(WeightKind::f32)] = linear<Isa, FloatTile<Isa, WeightKind::f32>>;
+  t.linear[static_cast<int>(WeightKind::f16)] = linear<Isa, FloatTile<Isa, WeightKind::f16>>;
+  t.linear[static_cast<int>(WeightKind::bf16)] = linear<Isa, FloatTile<Isa, WeightKind::bf16>>;
+  t.linear[static_cast<int>(WeightKind::int8)] = linear<Isa, Int8Tile<Isa>>;
+  t.linear[static_cast<int>(WeightKind::int4)] = linear<Isa, Int4Tile<Isa, WeightKind::int4>>;
+  t.linear[static_cast<int>(WeightKind::int4_min)] = linear<Isa, Int4Tile<Isa, WeightKind::int4_min>>;
+  t.linear[static_cast<int>(WeightKind::int4_int)] = linear<Isa, Int4Tile<Isa, WeightKind::int4_int>>;
+  t.rope_store = rope_store_tasks<Isa>;
+  t.attend_split[static_cast<int>(KvKind::f32)] = attend_split<Isa, KvF32>;
+  t.attend_split[static_cast<int>(KvKind::f16)] = attend_split<Isa, KvF16>;
+  t.attend_split[static_cast<int>(KvKind::bf16)] = attend_split<Isa, KvBf16>;
+  t.attend_whole[static_cast<int>(KvKind::f32)] = attend_whole<Isa, KvF32>;
+  t.attend_whole[static_cast<int>(KvKind::f16)] = attend_whole<Isa, KvF16>;
+  t.attend_whole[static_cast<int>(KvKind::bf16)] = attend_whole<Isa, KvBf16>;
+  t.attend_merge = attend_merge<Isa>;
+  t.act_mul = act_mul_rows<Isa>;
+#ifdef LLMCTL_HAVE_SAMPLE
+  t.sample = sample_rows<Isa>;
+#endif
+  return t;
+}
+
+}  // namespace llmctl::cpu

@@ -1,0 +1,39 @@
+// Copy of the first tokens of one KV block to another, in all layers and heads of the group.
+#pragma once
+
+#include <cstring>
+
+#include "batch.hpp"
+
+namespace llmctl::cpu {
+
+struct KvCopyArgs {
+  uint8_t* arena;
+  long block_stride;
+  int num_layers;
+  int block_size;
+  int num_kv_heads;
+  int head_dim;
+  long value_bytes;
+};
+
+// K is [head_dim][block_size]: `tokens` values at the head of each of its rows; V is [block_size][head_dim]: one run.
+inline void kv_copy(const KvCopyArgs& a, long source, long target, long tokens) {
+  const long row_bytes = a.block_size * a.value_bytes;
+  const long half_bytes = row_bytes * a.head_dim;
+  const uint8_t* from = a.arena + source * a.block_stride;
+  uint8_t* to = a.arena + target * a.block_stride;
+  const long units = static_cast<long>(a.num_layers) * a.num_kv_heads;
+  if (tokens == a.block_size) {
+    std::memcpy(to, from, static_cast<std::size_t>(2 * half_bytes * units));
+    return;
+  }
+  for (long unit = 0; unit < units; ++unit, from += 2 * half_bytes, to += 2 * half_bytes) {
+    for (long d = 0; d < a.head_dim; ++d) {
+      std::memcpy(to + d * row_bytes, from + d * row_bytes, static_cast<std::size_t>(tokens * a.value_bytes));
+    }
+    std::memcpy(to + half_bytes, from + half_bytes, static_cast<std::size_t>(tokens * a.head_dim * a.value_bytes));
+  }
+}
+
+}  // namespace llmctl::cpu

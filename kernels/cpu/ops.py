@@ -1,0 +1,340 @@
+"""The C++ ops: whether a record of arguments can be computed, the op built from it, and programs of such ops.
+
+Each op is a C++ object bound to addresses; the Python object around it holds the record, and with it every array that
+those addresses point into. What no kernel here can do is refused by `accepts_*` in a few words; what contradicts itself
+(a weight whose bytes do not fit its shape) is a ValueError of `build_*`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _cpu
+from ..formats import FLOAT_BYTES, WeightFormat
+from ..ops import (
+    Act,
+    ActMulArgs,
+    AttendArgs,
+    Batch,
+    EmbedArgs,
+    F32Array,
+    KVCopyArgs,
+    KVLayer,
+    LinearArgs,
+    NormArgs,
+    Op,
+    PackedWeight,
+    RopeStoreArgs,
+    SampleArgs,
+)
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+MAX_HEAD_DIM = 512
+BLOCK_SIZES = range(8, 513)
+MAX_INT8_GROUP = 8192  # 8192 x 128 x 2047 is just below 2^31
+
+StepArgs = EmbedArgs | NormArgs | LinearArgs | RopeStoreArgs | AttendArgs | ActMulArgs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuOp:
+    """A C++ op, alone or for a program. Holds the arguments because C++ holds only their addresses."""
+
+    native: _cpu.Op
+    alone: _cpu.Program
+    args: StepArgs
+
+    def run(self) -> None:
+        self.alone.replay()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuProgram:
+    """Recorded C++ ops, replayed in one call."""
+
+    native: _cpu.Program
+    ops: tuple[CpuOp, ...]
+    batch: Batch
+
+    def replay(self) -> None:
+        self.native.replay()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuKVCopy:
+    """The C++ block copy of one arena."""
+
+    native: _cpu.KvCopy
+    args: KVCopyArgs
+
+    def __call__(self, source: int, target: int, tokens: int) -> None:
+        blocks = self.args.arena.size // self.args.block_stride
+        if not (0 <= source < blocks and 0 <= target < blocks and 0 <= tokens <= self.args.block_size):
+            raise ValueError(
+                f"copy of {tokens} tokens from block {source} to {target}: "
+                f"{blocks} blocks of {self.args.block_size} tokens"
+            )
+        self.native(source, target, tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuSample:
+    """The C++ sampler of one logits buffer."""
+
+    native: _cpu.Sampler
+    args: SampleArgs
+
+    def __call__(self, rows: int) -> None:
+        if not 0 <= rows <= len(self.args.token):
+            raise ValueError(f"{rows} rows to sample, at most {len(self.args.token)}")
+        self.native(rows)
+
+
+def is_native(op: Op) -> bool:
+    """Whether this op can be part of a C++ program."""
+    return isinstance(op, CpuOp)
+
+
+def record(ops: Sequence[Op], batch: Batch) -> CpuProgram:
+    """A program of C++ ops, all built for this batch."""
+    native = []
+    for op in ops:
+        if not isinstance(op, CpuOp):
+            raise ValueError(f"a C++ program cannot hold {type(op).__name__}")
+        if op.args.batch is not batch:
+            raise ValueError(f"{type(op.args).__name__} was built for another batch")
+        native.append(op)
+    return CpuProgram(_cpu.Program([op.native for op in native], _batch(batch)), tuple(native), batch)
+
+
+def accepts_embed(args: EmbedArgs) -> str | None:
+    """Why there is no kernel for this, None if there is one."""
+    return _refuse_weight(args.weight.format, args.weight.k)
+
+
+def build_embed(args: EmbedArgs) -> tuple[CpuOp, ...]:
+    return _built(args, _cpu.embed(_batch(args.batch), _weight(args.weight), _rows(args.out)))
+
+
+def accepts_norm(args: NormArgs) -> str | None:
+    """None: any width is fine."""
+    return None
+
+
+def build_norm(args: NormArgs) -> tuple[CpuOp, ...]:
+    weight = _vector(args.weight, args.act.k, "norm weight")
+    x = _rows(args.x)
+    return _built(args, _cpu.norm(_batch(args.batch), x, weight, args.eps, _act(args.act), args.logit_rows_only))
+
+
+def accepts_linear(args: LinearArgs) -> str | None:
+    """Why there is no kernel for this, None if there is one."""
+    return _refuse_weight(args.weight.format, args.weight.k)
+
+
+def build_linear(args: LinearArgs) -> tuple[CpuOp, ...]:
+    padded = -(-args.weight.n // 16) * 16
+    bias = 0 if args.bias is None else _vector(args.bias, padded, "bias")
+    weight, out = _weight(args.weight), _rows(args.out)
+    native = _cpu.linear(_batch(args.batch), _act(args.act), weight, bias, out, args.add, args.logit_rows_only)
+    return _built(args, native)
+
+
+def accepts_rope_store(args: RopeStoreArgs) -> str | None:
+    """Why there is no kernel for this, None if there is one."""
+    return _refuse_kv(args.kv, args.num_heads)
+
+
+def build_rope_store(args: RopeStoreArgs) -> tuple[CpuOp, ...]:
+    kv = args.kv
+    half = kv.head_dim // 2
+    if args.cos.shape != args.sin.shape or args.cos.shape[1] != half:
+        raise ValueError(f"cos {args.cos.shape} and sin {args.sin.shape} are not both [positions, {half}]")
+    native = _cpu.rope_store(
+        _batch(args.batch),
+        _rows(args.q),
+        _rows(args.k),
+        _rows(args.v),
+        0 if args.q_norm is None else _vector(args.q_norm, kv.head_dim, "query norm"),
+        0 if args.k_norm is None else _vector(args.k_norm, kv.head_dim, "key norm"),
+        args.norm_eps,
+        _address(args.cos, np.float32),
+        _address(args.sin, np.float32),
+        args.num_heads,
+        args.q_scale,
+        _kv(args.kv, args.batch),
+    )
+    return _built(args, native)
+
+
+def accepts_attend(args: AttendArgs) -> str | None:
+    """Why there is no kernel for this, None if there is one."""
+    return _refuse_kv(args.kv, args.num_heads)
+
+
+def build_attend(args: AttendArgs) -> tuple[CpuOp, ...]:
+    kv = _kv(args.kv, args.batch)
+    q = _rows(args.q)
+    native = _cpu.attend(
+        _batch(args.batch), q, args.num_heads, kv, args.window, args.max_positions, _act(args.act)
+    )
+    return _built(args, native)
+
+
+def accepts_act_mul(args: ActMulArgs) -> str | None:
+    """Why there is no kernel for this, None if there is one."""
+    if args.activation not in ACTIVATIONS:
+        return f"activation `{args.activation}`, not one of {', '.join(ACTIVATIONS)}"
+    return None
+
+
+def build_act_mul(args: ActMulArgs) -> tuple[CpuOp, ...]:
+    gate, up = _rows(args.gate), _rows(args.up)
+    return _built(args, _cpu.act_mul(_batch(args.batch), gate, up, args.activation, _act(args.act)))
+
+
+def accepts_kv_copy(args: KVCopyArgs) -> str | None:
+    """Why there is no kernel for this, None if there is one."""
+    if args.format.kind not in FLOAT_BYTES:
+        return f"KV format {args.format.kind}, not one of {', '.join(FLOAT_BYTES)}"
+    return None
+
+
+def build_kv_copy(args: KVCopyArgs) -> CpuKVCopy:
+    value_bytes = args.format.bytes_per_value
+    block_bytes = 2 * args.num_layers * args.num_kv_heads * args.head_dim * args.block_size * value_bytes
+    if block_bytes > args.block_stride:
+        raise ValueError(f"a block holds {block_bytes} bytes, its stride is {args.block_stride}")
+    native = _cpu.KvCopy(
+        _address(args.arena, np.uint8),
+        args.block_stride,
+        args.num_layers,
+        args.block_size,
+        args.num_kv_heads,
+        args.head_dim,
+        value_bytes,
+    )
+    return CpuKVCopy(native, args)
+
+
+def accepts_sample(args: SampleArgs) -> str | None:
+    """None: any vocabulary is fine."""
+    return None
+
+
+def build_sample(args: SampleArgs) -> CpuSample:
+    native = _cpu.Sampler(
+        _rows(args.logits),
+        args.vocab_size,
+        args.rows.ctypes.data,
+        _address(args.token, np.int32),
+        _address(args.logprob, np.float32),
+        _address(args.top_ids, np.int32),
+        _address(args.top_logprobs, np.float32),
+        _address(args.finite, np.uint8),
+    )
+    return CpuSample(native, args)
+
+
+def _refuse_weight(format: WeightFormat, k: int) -> str | None:
+    if format.is_float:
+        return None
+    if format.kind not in ("int4", "int8") or (format.kind == "int8" and format.zero != "none"):
+        return f"weight format {format.name}"
+    if format.group <= 0 or format.group % 32 or k % format.group:
+        return f"group {format.group} is not a multiple of 32 that divides {k} inputs"
+    if format.kind == "int8" and format.group > MAX_INT8_GROUP:
+        return f"int8 group {format.group}, at most {MAX_INT8_GROUP} sum exactly in int32"
+    return None
+
+
+def _refuse_kv(kv: KVLayer, num_heads: int) -> str | None:
+    if kv.format.kind not in FLOAT_BYTES:
+        return f"KV format {kv.format.kind}, not one of {', '.join(FLOAT_BYTES)}"
+    if kv.head_dim % 8 or not 8 <= kv.head_dim <= MAX_HEAD_DIM:
+        return f"head_dim {kv.head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
+    if kv.block_size % 8 or kv.block_size not in BLOCK_SIZES:
+        return f"block size {kv.block_size} is not a multiple of 8 up to {BLOCK_SIZES[-1]}"
+    if num_heads % kv.num_kv_heads:
+        return f"{num_heads} heads are not a multiple of {kv.num_kv_heads} KV heads"
+    return None
+
+
+def _built(args: StepArgs, native: _cpu.Op) -> tuple[CpuOp, ...]:
+    return (CpuOp(native, _cpu.Program([native], _batch(args.batch)), args),)
+
+
+def _address(array: npt.NDArray[np.generic], dtype: npt.DTypeLike) -> int:
+    if array.dtype != dtype or not array.flags.c_contiguous:
+        raise ValueError(f"array of {array.dtype} with strides {array.strides}, contiguous {np.dtype(dtype)} needed")
+    return array.ctypes.data
+
+
+def _vector(array: F32Array, length: int, what: str) -> int:
+    if array.size < length:
+        raise ValueError(f"{what} has {array.size} values, {length} needed")
+    return _address(array, np.float32)
+
+
+def _rows(array: F32Array) -> _cpu.Rows:
+    """Rows may be a slice of columns of a wider buffer."""
+    if array.dtype != np.float32 or array.ndim != 2 or array.strides[1] != 4:
+        raise ValueError(f"rows of {array.dtype} with shape {array.shape} and strides {array.strides}")
+    return _cpu.Rows(array.ctypes.data, array.strides[0] // 4, array.shape[0])
+
+
+def _batch(batch: Batch) -> _cpu.Batch:
+    return _cpu.Batch(
+        *(
+            _address(array, np.int32)
+            for array in (
+                batch.counts,
+                batch.token,
+                batch.position,
+                batch.slot,
+                batch.seq_first,
+                batch.seq_rows,
+                batch.logit_rows,
+            )
+        )
+    )
+
+
+def _weight(weight: PackedWeight) -> _cpu.Weight:
+    form = weight.format
+    return _cpu.Weight(
+        form.kind, form.group, form.zero, weight.n, weight.k, _address(weight.data, np.uint8), weight.data.size
+    )
+
+
+def _act(act: Act) -> _cpu.Act:
+    forms = [
+        _cpu.Form(
+            form.kind,
+            form.group,
+            _address(form.codes, np.int8 if form.kind == "i8" else np.int16),
+            _address(form.scales, np.float32),
+            _address(form.sums, np.int32),
+        )
+        for form in act.forms
+    ]
+    return _cpu.Act(act.k, act.max_rows, act.values.shape[0], _address(act.values, np.float32), forms)
+
+
+def _kv(kv: KVLayer, batch: Batch) -> _cpu.Kv:
+    table = batch.tables[kv.group]
+    return _cpu.Kv(
+        kv.format.kind,
+        _address(kv.arena, np.uint8),
+        kv.block_stride,
+        kv.layer_offset,
+        kv.block_size,
+        kv.num_kv_heads,
+        kv.head_dim,
+        _address(table, np.int32),
+        table.shape[1],
+    )

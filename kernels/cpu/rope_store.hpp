@@ -1,0 +1,71 @@
+// Rotary embedding of query and key heads in place (after an optional RMS norm per head), and the store of K and V.
+//
+// A task is one row and one KV head with the query heads that read it. K goes to column `position % block_size` of the
+// block's [head_dim][block_size], V to row `position % block_size` of [block_size][head_dim], rounded to nearest even.
+#pragma once
+
+#include "kv_format.hpp"
+#include "norm.hpp"
+
+namespace llmctl::cpu {
+
+// head[0 .. 2 half): dimension i is rotated with i + half. Without a norm `weight` is null.
+template <class Isa>
+LLMCTL_INLINE void rotate_head(float* head, int half, const float* weight, float eps, const float* cos, const float* sin,
+                               float factor) {
+  using F = typename Isa::F;
+  const F scale = Isa::set1(weight == nullptr ? 1.0f : inverse_rms<Isa>(head, 2 * half, eps));
+  const F f = Isa::set1(factor);
+  for (int d = 0; d < half; d += kLanes) {
+    const int n = least(kLanes, half - d);
+    F a = load_some<Isa>(head + d, n), b = load_some<Isa>(head + half + d, n);
+    if (weight != nullptr) {
+      a = Isa::mul(Isa::mul(a, scale), load_some<Isa>(weight + d, n));
+      b = Isa::mul(Isa::mul(b, scale), load_some<Isa>(weight + half + d, n));
+    }
+    const F c = load_some<Isa>(cos + d, n), s = load_some<Isa>(sin + d, n);
+    store_some<Isa>(head + d, Isa::mul(Isa::fnma(b, s, Isa::mul(a, c)), f), n);
+    store_some<Isa>(head + half + d, Isa::mul(Isa::fma(a, s, Isa::mul(b, c)), f), n);
+  }
+}
+
+template <class Isa, class Format>
+LLMCTL_INLINE void store_kv(const Kv& kv, const float* k, const float* v, long block, int kv_head, int offset) {
+  using Elem = typename Format::Elem;
+  Elem* keys = reinterpret_cast<Elem*>(kv.head(block, kv_head)) + offset;
+  Elem* values = reinterpret_cast<Elem*>(kv.head(block, kv_head) + kv.half_bytes()) + static_cast<long>(offset) * kv.head_dim;
+  for (int d = 0; d < kv.head_dim; d += kLanes) {
+    Elem column[kLanes];
+    Format::template store<Isa>(column, Isa::load(k + d));
+    for (int i = 0; i < kLanes; ++i) keys[static_cast<long>(d + i) * kv.block_size] = column[i];
+    Format::template store<Isa>(values + d, Isa::load(v + d));
+  }
+}
+
+template <class Isa>
+LLMCTL_NOINLINE void rope_store_tasks(const RopeStoreArgs& a, int task_begin, int task_end) {
+  const int dim = a.kv.head_dim, half = dim / 2, heads_per_kv = a.num_heads / a.kv.num_kv_heads;
+  for (int task = task_begin; task < task_end; ++task) {
+    const int row = task / a.kv.num_kv_heads, kv_head = task % a.kv.num_kv_heads;
+    const int position = a.batch.position[row];
+    const float* cos = a.cos + static_cast<long>(position) * half;
+    const float* sin = a.sin + static_cast<long>(position) * half;
+    for (int j = 0; j < heads_per_kv; ++j) {
+      float* q = a.q.row(row) + static_cast<long>(kv_head * heads_per_kv + j) * dim;
+      rotate_head<Isa>(q, half, a.q_norm, a.norm_eps, cos, sin, a.q_scale);
+    }
+    float* k = a.k.row(row) + static_cast<long>(kv_head) * dim;
+    const float* v = a.v.row(row) + static_cast<long>(kv_head) * dim;
+    rotate_head<Isa>(k, half, a.k_norm, a.norm_eps, cos, sin, 1.0f);
+    const int32_t* table = a.kv.table + a.batch.slot[row] * a.kv.max_blocks;
+    const long block = table[position / a.kv.block_size];
+    const int offset = position % a.kv.block_size;
+    switch (a.kv.kind) {
+      case KvKind::f32: store_kv<Isa, KvF32>(a.kv, k, v, block, kv_head, offset); break;
+      case KvKind::f16: store_kv<Isa, KvF16>(a.kv, k, v, block, kv_head, offset); break;
+      case KvKind::bf16: store_kv<Isa, KvBf16>(a.kv, k, v, block, kv_head, offset); break;
+    }
+  }
+}
+
+}  // namespace llmctl::cpu

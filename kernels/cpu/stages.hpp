@@ -1,0 +1,318 @@
+// Ops as stages: what each thread does of a kernel, and which memory a stage touches.
+//
+// A stage is a part of an op that needs no barrier inside. It says which memory it reads and writes, from which
+// program.hpp derives where threads must meet. No file here computes a value: kernels get ranges, and the bits do not
+// depend on them.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <new>
+#include <vector>
+
+#include "pool.hpp"
+#include "table.hpp"
+
+namespace llmctl::cpu {
+
+// One thread's part in a stage.
+struct Share {
+  int thread;
+  int threads;
+  std::atomic<int>* counter;  // 0 when the stage starts, shared by its threads
+  bool private_act;           // every thread computes, or reads, rows of the act of its own
+
+  Range cut(int n) const {
+    return {static_cast<int>(static_cast<long>(n) * thread / threads),
+            static_cast<int>(static_cast<long>(n) * (thread + 1) / threads)};
+  }
+  int take() const { return counter->fetch_add(1, std::memory_order_relaxed); }
+  // The private rows of thread 0 are the ordinary ones: what a program leaves in an act is always found there.
+  int act_row(const Act& act) const {
+    return private_act && thread > 0 ? act.max_rows + kPrivateRows * thread : 0;
+  }
+  // Rows of the act to produce: all of them into its own rows, or this thread's cut.
+  Range act_rows(int n) const { return private_act ? Range{0, n} : cut(n); }
+};
+
+// Memory for the partial results of attention, one for the process: programs run one after another, and a program's
+// stages meet at barriers around it. It grows when an op is built, never in a step; only touched pages are real.
+class Workspace {
+ public:
+  static Workspace& instance() {
+    static Workspace* workspace = new Workspace;
+    return *workspace;
+  }
+
+  void reserve(std::size_t floats) {
+    if (floats <= floats_) return;
+    const std::size_t bytes = (floats * sizeof(float) + 4095) / 4096 * 4096;
+    float* grown = static_cast<float*>(std::aligned_alloc(4096, bytes));
+    if (grown == nullptr) throw std::bad_alloc();
+    std::free(data_);
+    data_ = grown;
+    floats_ = bytes / sizeof(float);
+  }
+
+  float* data() const { return data_; }
+  std::size_t floats() const { return floats_; }
+
+ private:
+  float* data_ = nullptr;
+  std::size_t floats_ = 0;
+};
+
+// Memory that a stage reads or writes.
+struct Access {
+  const void* begin;
+  const void* end;
+  bool write;
+  bool act;  // rows of the stage's Act, which may be private to the thread
+
+  static Access read(const Rows& rows) { return {rows.data, rows.row(rows.count), false, false}; }
+  static Access write_to(const Rows& rows) { return {rows.data, rows.row(rows.count), true, false}; }
+  static Access of(const Act& act, bool write) { return {act.values, act.row(act.max_rows), write, true}; }
+  static Access layer(const Kv& kv, bool write) {  // layers of one arena do not overlap
+    return {kv.arena + kv.layer_offset, kv.arena + kv.layer_offset + 1, write, false};
+  }
+  static Access workspace(bool write) {
+    const Workspace* w = &Workspace::instance();
+    return {w, w + 1, write, false};
+  }
+};
+
+// How a stage uses an Act whose rows may be private.
+struct ActUse {
+  const Act* act;  // null: none
+  Count count;     // what its rows are
+  bool produces;
+};
+
+class Stage {
+ public:
+  virtual ~Stage() = default;
+  virtual void run(const Share& share) const = 0;
+  virtual std::vector<Access> accesses() const = 0;
+  virtual ActUse act_use() const { return {nullptr, kRows, false}; }
+};
+
+inline int count_of(const Batch& batch, Count count) { return batch.counts[count]; }
+
+class EmbedStage final : public Stage {
+ public:
+  EmbedStage(const Table& table, const EmbedArgs& args) : kernel_(table.embed), args_(args) {}
+  void run(const Share& share) const override {
+    const Range rows = share.cut(count_of(args_.batch, kRows));
+    kernel_(args_, rows.begin, rows.end);
+  }
+  std::vector<Access> accesses() const override { return {Access::write_to(args_.out)}; }
+
+ private:
+  decltype(Table::embed) kernel_;
+  EmbedArgs args_;
+};
+
+class NormStage final : public Stage {
+ public:
+  NormStage(const Table& table, const NormArgs& args) : kernel_(table.norm), args_(args) {}
+  void run(const Share& share) const override {
+    const Range rows = share.act_rows(count_of(args_.batch, count()));
+    kernel_(args_, rows.begin, rows.end, share.act_row(args_.act));
+  }
+  std::vector<Access> accesses() const override { return {Access::read(args_.x), Access::of(args_.act, true)}; }
+  ActUse act_use() const override { return {&args_.act, count(), true}; }
+
+ private:
+  Count count() const { return args_.logit_rows_only ? kLogitRows : kRows; }
+  decltype(Table::norm) kernel_;
+  NormArgs args_;
+};
+
+// Few rows: every thread has a fixed part of the panels. From 16 rows on, chunks of 4 panels x about 64 rows are taken
+// from the counter, since a static cut waits for the slowest thread.
+class LinearStage final : public Stage {
+ public:
+  LinearStage(const Table& table, const LinearArgs& args)
+      : kernel_(table.linear[static_cast<int>(args.weight.kind)]), args_(args) {}
+
+  void run(const Share& share) const override {
+    const int rows = count_of(args_.batch, count()), panels = args_.weight.panels;
+    const int act_row = share.act_row(args_.act);
+    if (rows < kDynamicRows) {
+      const Range own = share.cut(panels);
+      kernel_(args_, own.begin, own.end, 0, rows, act_row);
+      return;
+    }
+    const int row_chunk = args_.weight.group == 0 ? 60 : 64;  // whole tiles of 6 or 4 rows
+    const int panel_chunks = (panels + kPanelChunk - 1) / kPanelChunk;
+    const int chunks = (rows + row_chunk - 1) / row_chunk * panel_chunks;
+    for (int chunk; (chunk = share.take()) < chunks;) {
+      const int row = chunk / panel_chunks * row_chunk, panel = chunk % panel_chunks * kPanelChunk;
+      kernel_(args_, panel, std::min(panel + kPanelChunk, panels), row, std::min(row + row_chunk, rows), act_row);
+    }
+  }
+
+  std::vector<Access> accesses() const override { return {Access::of(args_.act, false), Access::write_to(args_.out)}; }
+  ActUse act_use() const override { return {&args_.act, count(), false}; }
+
+ private:
+  static constexpr int kDynamicRows = 16;
+  static constexpr int kPanelChunk = 4;
+  Count count() const { return args_.logit_rows_only ? kLogitRows : kRows; }
+  void (*kernel_)(const LinearArgs&, int, int, int, int, int);
+  LinearArgs args_;
+};
+
+class RopeStoreStage final : public Stage {
+ public:
+  RopeStoreStage(const Table& table, const RopeStoreArgs& args) : kernel_(table.rope_store), args_(args) {}
+  void run(const Share& share) const override {
+    const Range tasks = share.cut(count_of(args_.batch, kRows) * args_.kv.num_kv_heads);
+    kernel_(args_, tasks.begin, tasks.end);
+  }
+  std::vector<Access> accesses() const override {
+    return {Access::write_to(args_.q), Access::write_to(args_.k), Access::read(args_.v), Access::layer(args_.kv, true)};
+  }
+
+ private:
+  decltype(Table::rope_store) kernel_;
+  RopeStoreArgs args_;
+};
+
+// How the query rows of a batch are cut into tiles.
+struct Tiling {
+  int heads_per_kv;
+  int head_chunks;  // tiles that share a KV head's query heads
+  int chunk_heads;  // query heads of a tile, at most
+  int queries;      // rows of a tile, at most
+
+  explicit Tiling(const AttendArgs& a) {
+    heads_per_kv = a.num_heads / a.kv.num_kv_heads;
+    head_chunks = (heads_per_kv + kTileRows - 1) / kTileRows;
+    chunk_heads = (heads_per_kv + head_chunks - 1) / head_chunks;
+    queries = kTileRows / chunk_heads;
+  }
+
+  // Calls visit(tile) for every tile, KV heads outside: the tiles of one head follow one another and share its keys.
+  template <class Visit>
+  void each(const AttendArgs& a, Visit&& visit) const {
+    const int seqs = count_of(a.batch, kSeqs);
+    for (int kv_head = 0; kv_head < a.kv.num_kv_heads; ++kv_head) {
+      for (int chunk = 0; chunk < head_chunks; ++chunk) {
+        const int first_head = chunk * chunk_heads;
+        const int heads = std::min(chunk_heads, heads_per_kv - first_head);
+        for (int s = 0; s < seqs; ++s) {
+          const int first = a.batch.seq_first[s], rows = a.batch.seq_rows[s];
+          for (int i = 0; i < rows; i += queries) {
+            visit(AttendTile{first + i, std::min(queries, rows - i), kv_head, kv_head * heads_per_kv + first_head, heads});
+          }
+        }
+      }
+    }
+  }
+
+  int tiles(const AttendArgs& a) const {
+    int n = 0;
+    for (int s = 0; s < count_of(a.batch, kSeqs); ++s) n += (a.batch.seq_rows[s] + queries - 1) / queries;
+    return n * a.kv.num_kv_heads * head_chunks;
+  }
+};
+
+// Few tiles: a task is one split of a tile, to the workspace. Many: a task is a whole tile, to the act's values.
+struct AttendPlan {
+  static constexpr int kTilesPerThread = 16;
+
+  static bool splits_are_tasks(const AttendArgs& a, const Tiling& tiling, int threads) {
+    const std::size_t needed = static_cast<std::size_t>(partial_index(a, count_of(a.batch, kRows), 0, 0));
+    return tiling.tiles(a) < kTilesPerThread * threads && needed <= Workspace::instance().floats();
+  }
+
+  // Floats of workspace for any batch with few tiles on so many threads.
+  static std::size_t workspace_floats(const AttendArgs& a, int threads, int max_rows) {
+    const Tiling tiling(a);
+    const int tiles_per_row_tile = a.kv.num_kv_heads * tiling.head_chunks;
+    const int rows = kTilesPerThread * threads / tiles_per_row_tile * tiling.queries;
+    return static_cast<std::size_t>(partial_index(a, std::min(rows, max_rows), 0, 0));
+  }
+};
+
+class AttendStage final : public Stage {
+ public:
+  AttendStage(const Table& table, const AttendArgs& args)
+      : split_(table.attend_split[static_cast<int>(args.kv.kind)]),
+        whole_(table.attend_whole[static_cast<int>(args.kv.kind)]),
+        args_(args),
+        tiling_(args) {}
+
+  void run(const Share& share) const override {
+    float* partials = Workspace::instance().data();
+    const bool by_split = AttendPlan::splits_are_tasks(args_, tiling_, share.threads);
+    int mine = share.take(), task = 0;
+    tiling_.each(args_, [&](const AttendTile& tile) {
+      const Range splits = by_split ? tile_splits(args_, tile) : Range{0, 1};
+      const int next = task + splits.end - splits.begin;
+      for (; mine < next; mine = share.take()) {
+        if (by_split) {
+          split_(args_, tile, splits.begin + mine - task, partials);
+        } else {
+          whole_(args_, tile);
+        }
+      }
+      task = next;
+    });
+  }
+
+  std::vector<Access> accesses() const override {
+    Access values = Access::of(args_.act, true);
+    values.act = false;  // whole tiles go to rows that all threads read
+    return {Access::read(args_.q), Access::layer(args_.kv, false), Access::workspace(true), values};
+  }
+
+ private:
+  void (*split_)(const AttendArgs&, const AttendTile&, int, float*);
+  void (*whole_)(const AttendArgs&, const AttendTile&);
+  AttendArgs args_;
+  Tiling tiling_;
+};
+
+class AttendMergeStage final : public Stage {
+ public:
+  AttendMergeStage(const Table& table, const AttendArgs& args)
+      : kernel_(table.attend_merge), args_(args), tiling_(args) {}
+
+  void run(const Share& share) const override {
+    const bool by_split = AttendPlan::splits_are_tasks(args_, tiling_, share.threads);
+    const Range rows = share.act_rows(count_of(args_.batch, kRows));
+    kernel_(args_, by_split ? Workspace::instance().data() : nullptr, rows.begin, rows.end, share.act_row(args_.act));
+  }
+
+  std::vector<Access> accesses() const override {
+    return {Access::workspace(false), Access::of(args_.act, true)};
+  }
+  ActUse act_use() const override { return {&args_.act, kRows, true}; }
+
+ private:
+  decltype(Table::attend_merge) kernel_;
+  AttendArgs args_;
+  Tiling tiling_;
+};
+
+class ActMulStage final : public Stage {
+ public:
+  ActMulStage(const Table& table, const ActMulArgs& args) : kernel_(table.act_mul), args_(args) {}
+  void run(const Share& share) const override {
+    const Range rows = share.act_rows(count_of(args_.batch, kRows));
+    kernel_(args_, rows.begin, rows.end, share.act_row(args_.act));
+  }
+  std::vector<Access> accesses() const override {
+    return {Access::read(args_.gate), Access::read(args_.up), Access::of(args_.act, true)};
+  }
+  ActUse act_use() const override { return {&args_.act, kRows, true}; }
+
+ private:
+  decltype(Table::act_mul) kernel_;
+  ActMulArgs args_;
+};
+
+}  // namespace llmctl::cpu
