@@ -8,6 +8,7 @@
 #include "linear_int.hpp"
 #include "norm.hpp"
 #include "rope_store.hpp"
+#include "sample.hpp"
 #include "table.hpp"
 #if __has_include("sample.hpp")
 #include "sample.hpp"
@@ -38,6 +39,7 @@ LLMCTL_INLINE constexpr Table make_table() {
   t.attend_whole[static_cast<int>(KvKind::bf16)] = attend_whole<Isa, KvBf16>;
   t.attend_merge = attend_merge<Isa>;
   t.act_mul = act_mul_rows<Isa>;
+  t.sample = sample_rows<Isa>;
 #ifdef LLMCTL_HAVE_SAMPLE
   t.sample = sample_rows<Isa>;
 #endif
