@@ -6,7 +6,8 @@ from collections import deque
 from typing import Protocol
 
 from .request import Output, Request
-from .schedule.scheduler import Scheduler, SchedulerStats
+from .schedule.scheduler import Scheduler
+from .schedule.stats import SchedulerStats
 from .schedule.step import Step, StepResult
 
 

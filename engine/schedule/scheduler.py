@@ -84,11 +84,15 @@ class Scheduler:
             self._blocked[leader.order] = samples[1:]
         self._enqueue(leader)
 
-    def abort(self, request_id: str) -> tuple[Output, ...]:
-        """End every unfinished sequence of the request. Its blocks are free at once; an unknown id is no error."""
-        samples = tuple(self._requests.get(request_id, ()))
+    def abort(self, request_id: str, index: int | None = None) -> tuple[Output, ...]:
+        """End every unfinished sequence of the request, or only that with this index; an unknown one is no error.
+
+        Its blocks are free at once.
+        """
+        samples = tuple(seq for seq in self._requests.get(request_id, ()) if index in (None, seq.index))
         for seq in samples:
-            self._blocked.pop(seq.leader.order, None)
+            if seq in (siblings := self._blocked.get(seq.leader.order, [])):
+                siblings.remove(seq)
         return tuple(self._end(seq, (), (), FinishReason.ABORT) for seq in samples)
 
     def schedule(self) -> Step | None:

@@ -75,10 +75,10 @@ def entries() -> tuple[Entry, ...]:
 def are_native(ops: Sequence[Op]) -> bool:
     """Whether all of these are C++ ops."""
     try:
-        from .ops import is_native
+        from .. import _cpu
     except ImportError:
         return False
-    return all(is_native(op) for op in ops)
+    return all(isinstance(op, _cpu.Op) for op in ops)
 
 
 def record(ops: Sequence[Op], batch: Batch) -> Program:
