@@ -76,9 +76,7 @@ def resolve(
         return _default_source(environment, report, remotes)
     match = _HUB_ID.fullmatch(asked)
     if match is None or ".." in asked or asked.endswith(".gguf"):
-        raise UsageError(
-            f"there is no model `{asked}`", "give a folder, a .gguf file, or a hub id such as `org/name`"
-        )
+        raise UsageError(f"there is no model `{asked}`", "give a folder, a .gguf file, or a hub id such as `org/name`")
     repo, revision = match.group(1), match.group(2) or "main"
     return Source(_hub_folder(repo, revision, environment, report, remotes), "hf", asked)
 

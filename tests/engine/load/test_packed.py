@@ -368,5 +368,6 @@ def test_loading_imports_neither_torch_nor_transformers(tmp_path, cache):
         "print([m for m in ('torch', 'transformers', 'httpx', 'requests', 'safetensors', 'gguf') if m in sys.modules])"
     )
     for _ in range(2):  # cold, then warm
-        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, check=True)
+        command = [sys.executable, "-c", script]
+        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
         assert result.stdout == "[]\n"
