@@ -2,8 +2,8 @@
 
 Tensors go through one by one, so that memory holds about one of them. Everything is written into a temporary folder
 beside the entry, which gets the entry's name only when it is whole and on disk: readers see an entry or none. The
-builder holds a lock on that folder, so that one that a crash left behind can be told from one being filled, and removed.
-Of two processes that build the same entry, the slower one takes the other's.
+builder holds a lock on that folder, so that one which a crash left behind can be told from one being filled, and is
+removed. Of two processes that build the same entry, the slower one takes the other's.
 """
 
 from __future__ import annotations
