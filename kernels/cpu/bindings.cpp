@@ -162,27 +162,27 @@ void require_heads(int num_heads, const Kv& kv) {
 
 // ---- ops
 
-template <class First, class... Others>
-std::shared_ptr<Op> make_op(std::unique_ptr<First> first, std::unique_ptr<Others>... others) {
-  auto op = std::make_shared<Op>();
-  op->add(std::move(first));
-  (op->add(std::move(others)), ...);
-  return op;
+template <class... Stages>
+std::shared_ptr<Op> make_op(std::unique_ptr<Stages>... stages) {
+  std::vector<std::unique_ptr<Stage>> all;
+  (all.push_back(std::move(stages)), ...);
+  return std::make_shared<Op>(std::move(all));
 }
 
-std::shared_ptr<Op> embed(const Batch& batch, const Weight& weight, const Rows& out) {
+std::shared_ptr<Op> embed(const Batch& batch, const Weight& weight, const Rows& out, nb::handle) {
   require_width("embedding", out, weight.k);
   return make_op(std::make_unique<EmbedStage>(*chosen(), EmbedArgs{batch, weight, out}));
 }
 
-std::shared_ptr<Op> norm(const Batch& batch, const Rows& x, Address weight, float eps, const Act& act, bool logit_rows_only) {
+std::shared_ptr<Op> norm(const Batch& batch, const Rows& x, Address weight, float eps, const Act& act, bool logit_rows_only,
+                         nb::handle) {
   require_width("norm input", x, act.k);
   return make_op(
       std::make_unique<NormStage>(*chosen(), NormArgs{batch, x, at<const float>(weight), eps, act, logit_rows_only}));
 }
 
 std::shared_ptr<Op> linear(const Batch& batch, const Act& act, const Weight& weight, Address bias, const Rows& out, bool add,
-                           bool logit_rows_only) {
+                           bool logit_rows_only, nb::handle) {
   require(act.k == weight.k, "activations of width " + text(act.k) + " for a weight of " + text(weight.k) + " inputs");
   require_width("linear output", out, static_cast<long>(weight.panels) * kPanel);
   Form form{};
@@ -199,7 +199,8 @@ std::shared_ptr<Op> linear(const Batch& batch, const Act& act, const Weight& wei
 }
 
 std::shared_ptr<Op> rope_store(const Batch& batch, const Rows& q, const Rows& k, const Rows& v, Address q_norm, Address k_norm,
-                               float norm_eps, Address cos, Address sin, int num_heads, float q_scale, const Kv& kv) {
+                               float norm_eps, Address cos, Address sin, int num_heads, float q_scale, const Kv& kv,
+                               nb::handle) {
   require_heads(num_heads, kv);
   require_width("query", q, static_cast<long>(num_heads) * kv.head_dim);
   require_width("key", k, static_cast<long>(kv.num_kv_heads) * kv.head_dim);
@@ -210,7 +211,7 @@ std::shared_ptr<Op> rope_store(const Batch& batch, const Rows& q, const Rows& k,
 }
 
 std::shared_ptr<Op> attend(const Batch& batch, const Rows& q, int num_heads, const Kv& kv, int window, int max_positions,
-                           const Act& act) {
+                           const Act& act, nb::handle) {
   require_heads(num_heads, kv);
   require(window >= 0 && max_positions > 0, "window " + text(window) + ", " + text(max_positions) + " positions");
   const long width = static_cast<long>(num_heads) * kv.head_dim;
@@ -219,11 +220,15 @@ std::shared_ptr<Op> attend(const Batch& batch, const Rows& q, int num_heads, con
   const AttendArgs args{batch, q, num_heads, kv, window, (max_positions + kAttendSplit - 1) / kAttendSplit, act};
   Pool& pool = Pool::instance();
   const std::size_t floats = AttendPlan::workspace_floats(args, pool.threads(), act.max_rows);
-  pool.while_idle([&] { Workspace::instance().reserve(floats); });
+  {
+    nb::gil_scoped_release released;  // a region of another thread may be running
+    pool.while_idle([&] { Workspace::instance().reserve(floats); });
+  }
   return make_op(std::make_unique<AttendStage>(*chosen(), args), std::make_unique<AttendMergeStage>(*chosen(), args));
 }
 
-std::shared_ptr<Op> act_mul(const Batch& batch, const Rows& gate, const Rows& up, const std::string& activation, const Act& act) {
+std::shared_ptr<Op> act_mul(const Batch& batch, const Rows& gate, const Rows& up, const std::string& activation, const Act& act,
+                            nb::handle) {
   require(activation == "silu" || activation == "gelu_tanh", "unknown activation `" + activation + "`");
   require_width("gate", gate, act.k);
   require_width("up", up, act.k);
@@ -294,17 +299,32 @@ NB_MODULE(_cpu, m) {
       "kind"_a, "arena"_a, "block_stride"_a, "layer_offset"_a, "block_size"_a, "num_kv_heads"_a, "head_dim"_a, "table"_a,
       "max_blocks"_a);
 
-  nb::class_<Op>(m, "Op");
-  m.def("embed", &embed, "batch"_a, "weight"_a, "out"_a);
-  m.def("norm", &norm, "batch"_a, "x"_a, "weight"_a, "eps"_a, "act"_a, "logit_rows_only"_a);
-  m.def("linear", &linear, "batch"_a, "act"_a, "weight"_a, "bias"_a, "out"_a, "add"_a, "logit_rows_only"_a);
+  // An op keeps its last argument alive: the record whose arrays its addresses point into.
+  nb::class_<Op>(m, "Op").def("run", &Op::run, Released());
+  m.def("embed", &embed, "batch"_a, "weight"_a, "out"_a, "owner"_a, nb::keep_alive<0, 4>());
+  m.def("norm", &norm, "batch"_a, "x"_a, "weight"_a, "eps"_a, "act"_a, "logit_rows_only"_a, "owner"_a,
+        nb::keep_alive<0, 7>());
+  m.def("linear", &linear, "batch"_a, "act"_a, "weight"_a, "bias"_a, "out"_a, "add"_a, "logit_rows_only"_a, "owner"_a,
+        nb::keep_alive<0, 8>());
   m.def("rope_store", &rope_store, "batch"_a, "q"_a, "k"_a, "v"_a, "q_norm"_a, "k_norm"_a, "norm_eps"_a, "cos"_a, "sin"_a,
-        "num_heads"_a, "q_scale"_a, "kv"_a);
-  m.def("attend", &attend, "batch"_a, "q"_a, "num_heads"_a, "kv"_a, "window"_a, "max_positions"_a, "act"_a, Released());
-  m.def("act_mul", &act_mul, "batch"_a, "gate"_a, "up"_a, "activation"_a, "act"_a);
+        "num_heads"_a, "q_scale"_a, "kv"_a, "owner"_a, nb::keep_alive<0, 13>());
+  m.def("attend", &attend, "batch"_a, "q"_a, "num_heads"_a, "kv"_a, "window"_a, "max_positions"_a, "act"_a, "owner"_a,
+        nb::keep_alive<0, 8>());
+  m.def("act_mul", &act_mul, "batch"_a, "gate"_a, "up"_a, "activation"_a, "act"_a, "owner"_a, nb::keep_alive<0, 6>());
 
   nb::class_<Program>(m, "Program")
-      .def(nb::init<std::vector<std::shared_ptr<Op>>, const Batch&>(), "ops"_a, "batch"_a)
+      .def("__init__",
+           [](Program* self, const std::vector<std::shared_ptr<Op>>& ops, const Batch& batch) {
+             std::vector<const Stage*> stages;
+             for (const auto& op : ops) {
+               for (const Stage* stage : op->stages()) stages.push_back(stage);
+             }
+             for (const Stage* stage : stages) {
+               require(stage->batch().counts == batch.counts, "an op of the program reads another batch");
+             }
+             new (self) Program(std::move(stages));
+           },
+           "ops"_a, "batch"_a, nb::keep_alive<1, 2>())
       .def("replay", &Program::replay, Released())
       .def("barriers", &Program::barriers, "rows"_a, "logit_rows"_a);
 

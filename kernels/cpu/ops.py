@@ -1,7 +1,7 @@
 """The C++ ops: whether a record of arguments can be computed, the op built from it, and programs of such ops.
 
-Each op is a C++ object bound to addresses; the Python object around it holds the record, and with it every array that
-those addresses point into. What no kernel here can do is refused by `accepts_*` in a few words; what contradicts itself
+Each op is a C++ object bound to addresses; it keeps its record alive, and with it every array that those addresses
+point into. What no kernel here can do is refused by `accepts_*` in a few words; what contradicts itself
 (a weight whose bytes do not fit its shape) is a ValueError of `build_*`.
 """
 
@@ -37,32 +37,6 @@ MAX_HEAD_DIM = 512
 BLOCK_SIZES = range(8, 513)
 MAX_INT8_GROUP = 8192  # 8192 x 128 x 2047 is just below 2^31
 
-StepArgs = EmbedArgs | NormArgs | LinearArgs | RopeStoreArgs | AttendArgs | ActMulArgs
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CpuOp:
-    """A C++ op, alone or for a program. Holds the arguments because C++ holds only their addresses."""
-
-    native: _cpu.Op
-    alone: _cpu.Program
-    args: StepArgs
-
-    def run(self) -> None:
-        self.alone.replay()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CpuProgram:
-    """Recorded C++ ops, replayed in one call."""
-
-    native: _cpu.Program
-    ops: tuple[CpuOp, ...]
-    batch: Batch
-
-    def replay(self) -> None:
-        self.native.replay()
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuKVCopy:
@@ -96,19 +70,17 @@ class CpuSample:
 
 def is_native(op: Op) -> bool:
     """Whether this op can be part of a C++ program."""
-    return isinstance(op, CpuOp)
+    return isinstance(op, _cpu.Op)
 
 
-def record(ops: Sequence[Op], batch: Batch) -> CpuProgram:
-    """A program of C++ ops, all built for this batch."""
+def record(ops: Sequence[Op], batch: Batch) -> _cpu.Program:
+    """A program of C++ ops, all built for this batch, replayed in one call."""
     native = []
     for op in ops:
-        if not isinstance(op, CpuOp):
+        if not isinstance(op, _cpu.Op):
             raise ValueError(f"a C++ program cannot hold {type(op).__name__}")
-        if op.args.batch is not batch:
-            raise ValueError(f"{type(op.args).__name__} was built for another batch")
         native.append(op)
-    return CpuProgram(_cpu.Program([op.native for op in native], _batch(batch)), tuple(native), batch)
+    return _cpu.Program(tuple(native), _batch(batch))
 
 
 def accepts_embed(args: EmbedArgs) -> str | None:
@@ -116,8 +88,8 @@ def accepts_embed(args: EmbedArgs) -> str | None:
     return _refuse_weight(args.weight.format, args.weight.k)
 
 
-def build_embed(args: EmbedArgs) -> tuple[CpuOp, ...]:
-    return _built(args, _cpu.embed(_batch(args.batch), _weight(args.weight), _rows(args.out)))
+def build_embed(args: EmbedArgs) -> tuple[_cpu.Op, ...]:
+    return (_cpu.embed(_batch(args.batch), _weight(args.weight), _rows(args.out), args),)
 
 
 def accepts_norm(args: NormArgs) -> str | None:
@@ -125,10 +97,10 @@ def accepts_norm(args: NormArgs) -> str | None:
     return None
 
 
-def build_norm(args: NormArgs) -> tuple[CpuOp, ...]:
+def build_norm(args: NormArgs) -> tuple[_cpu.Op, ...]:
     weight = _vector(args.weight, args.act.k, "norm weight")
-    x = _rows(args.x)
-    return _built(args, _cpu.norm(_batch(args.batch), x, weight, args.eps, _act(args.act), args.logit_rows_only))
+    x, act = _rows(args.x), _act(args.act)
+    return (_cpu.norm(_batch(args.batch), x, weight, args.eps, act, args.logit_rows_only, args),)
 
 
 def accepts_linear(args: LinearArgs) -> str | None:
@@ -136,12 +108,11 @@ def accepts_linear(args: LinearArgs) -> str | None:
     return _refuse_weight(args.weight.format, args.weight.k)
 
 
-def build_linear(args: LinearArgs) -> tuple[CpuOp, ...]:
+def build_linear(args: LinearArgs) -> tuple[_cpu.Op, ...]:
     padded = -(-args.weight.n // 16) * 16
     bias = 0 if args.bias is None else _vector(args.bias, padded, "bias")
-    weight, out = _weight(args.weight), _rows(args.out)
-    native = _cpu.linear(_batch(args.batch), _act(args.act), weight, bias, out, args.add, args.logit_rows_only)
-    return _built(args, native)
+    act, weight, out = _act(args.act), _weight(args.weight), _rows(args.out)
+    return (_cpu.linear(_batch(args.batch), act, weight, bias, out, args.add, args.logit_rows_only, args),)
 
 
 def accepts_rope_store(args: RopeStoreArgs) -> str | None:
@@ -149,7 +120,7 @@ def accepts_rope_store(args: RopeStoreArgs) -> str | None:
     return _refuse_kv(args.kv, args.num_heads)
 
 
-def build_rope_store(args: RopeStoreArgs) -> tuple[CpuOp, ...]:
+def build_rope_store(args: RopeStoreArgs) -> tuple[_cpu.Op, ...]:
     kv = args.kv
     half = kv.head_dim // 2
     if args.cos.shape != args.sin.shape or args.cos.shape[1] != half:
@@ -167,8 +138,9 @@ def build_rope_store(args: RopeStoreArgs) -> tuple[CpuOp, ...]:
         args.num_heads,
         args.q_scale,
         _kv(args.kv, args.batch),
+        args,
     )
-    return _built(args, native)
+    return (native,)
 
 
 def accepts_attend(args: AttendArgs) -> str | None:
@@ -176,13 +148,9 @@ def accepts_attend(args: AttendArgs) -> str | None:
     return _refuse_kv(args.kv, args.num_heads)
 
 
-def build_attend(args: AttendArgs) -> tuple[CpuOp, ...]:
-    kv = _kv(args.kv, args.batch)
-    q = _rows(args.q)
-    native = _cpu.attend(
-        _batch(args.batch), q, args.num_heads, kv, args.window, args.max_positions, _act(args.act)
-    )
-    return _built(args, native)
+def build_attend(args: AttendArgs) -> tuple[_cpu.Op, ...]:
+    q, kv, act = _rows(args.q), _kv(args.kv, args.batch), _act(args.act)
+    return (_cpu.attend(_batch(args.batch), q, args.num_heads, kv, args.window, args.max_positions, act, args),)
 
 
 def accepts_act_mul(args: ActMulArgs) -> str | None:
@@ -192,9 +160,9 @@ def accepts_act_mul(args: ActMulArgs) -> str | None:
     return None
 
 
-def build_act_mul(args: ActMulArgs) -> tuple[CpuOp, ...]:
-    gate, up = _rows(args.gate), _rows(args.up)
-    return _built(args, _cpu.act_mul(_batch(args.batch), gate, up, args.activation, _act(args.act)))
+def build_act_mul(args: ActMulArgs) -> tuple[_cpu.Op, ...]:
+    gate, up, act = _rows(args.gate), _rows(args.up), _act(args.act)
+    return (_cpu.act_mul(_batch(args.batch), gate, up, args.activation, act, args),)
 
 
 def accepts_kv_copy(args: KVCopyArgs) -> str | None:
@@ -262,10 +230,6 @@ def _refuse_kv(kv: KVLayer, num_heads: int) -> str | None:
     if num_heads % kv.num_kv_heads:
         return f"{num_heads} heads are not a multiple of {kv.num_kv_heads} KV heads"
     return None
-
-
-def _built(args: StepArgs, native: _cpu.Op) -> tuple[CpuOp, ...]:
-    return (CpuOp(native, _cpu.Program([native], _batch(args.batch)), args),)
 
 
 def _address(array: npt.NDArray[np.generic], dtype: npt.DTypeLike) -> int:

@@ -15,36 +15,22 @@
 
 namespace llmctl::cpu {
 
-// An op: the stages that compute it, owned.
-class Op {
- public:
-  Op() = default;
-  Op(const Op&) = delete;
-  Op& operator=(const Op&) = delete;
-  void add(std::unique_ptr<Stage> stage) { stages_.push_back(std::move(stage)); }
-  const std::vector<std::unique_ptr<Stage>>& stages() const { return stages_; }
-
- private:
-  std::vector<std::unique_ptr<Stage>> stages_;
-};
-
 class Program {
  public:
-  Program(std::vector<std::shared_ptr<Op>> ops, const Batch& batch) : ops_(std::move(ops)), batch_(batch) {
-    for (const auto& op : ops_) {
-      for (const auto& stage : op->stages()) stages_.push_back(stage.get());
-    }
-    counters_ = std::make_unique<Counter[]>(stages_.size());
+  // The stages must outlive the program, and all read one batch.
+  explicit Program(std::vector<const Stage*> stages)
+      : stages_(std::move(stages)), counters_(std::make_unique<Counter[]>(stages_.size())) {
     plan_for(Pool::instance().threads());
   }
-
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
 
   // Computes every op for the rows now in the batch, on all threads of the pool.
   void replay() {
+    if (stages_.empty()) return;
     Pool& pool = Pool::instance();
-    const unsigned now = 1u << case_of(count_of(batch_, kRows) <= kPrivateRows, count_of(batch_, kLogitRows) <= kPrivateRows);
+    const Batch& batch = stages_[0]->batch();
+    const unsigned now = 1u << case_of(count_of(batch, kRows) <= kPrivateRows, count_of(batch, kLogitRows) <= kPrivateRows);
     const auto prepare = [&](int threads) {
       if (threads != planned_threads_) plan_for(threads);
       for (std::size_t i = 0; i < stages_.size(); ++i) counters_[i].value.store(0, std::memory_order_relaxed);
@@ -138,12 +124,30 @@ class Program {
     return false;
   }
 
-  std::vector<std::shared_ptr<Op>> ops_;
-  Batch batch_;
   std::vector<const Stage*> stages_;
-  std::vector<Step> steps_;
   std::unique_ptr<Counter[]> counters_;
+  std::vector<Step> steps_;
   int planned_threads_ = 0;
+};
+
+// An op: the stages that compute it, in order, and the program of them alone.
+class Op {
+ public:
+  explicit Op(std::vector<std::unique_ptr<Stage>> stages) : stages_(std::move(stages)), alone_(this->stages()) {}
+  Op(const Op&) = delete;
+  Op& operator=(const Op&) = delete;
+
+  void run() { alone_.replay(); }
+
+  std::vector<const Stage*> stages() const {
+    std::vector<const Stage*> all;
+    for (const auto& stage : stages_) all.push_back(stage.get());
+    return all;
+  }
+
+ private:
+  std::vector<std::unique_ptr<Stage>> stages_;
+  Program alone_;
 };
 
 }  // namespace llmctl::cpu

@@ -94,6 +94,7 @@ class Stage {
   virtual ~Stage() = default;
   virtual void run(const Share& share) const = 0;
   virtual std::vector<Access> accesses() const = 0;
+  virtual const Batch& batch() const = 0;
   virtual ActUse act_use() const { return {nullptr, kRows, false}; }
 };
 
@@ -106,6 +107,7 @@ class EmbedStage final : public Stage {
     const Range rows = share.cut(count_of(args_.batch, kRows));
     kernel_(args_, rows.begin, rows.end);
   }
+  const Batch& batch() const override { return args_.batch; }
   std::vector<Access> accesses() const override { return {Access::write_to(args_.out)}; }
 
  private:
@@ -120,6 +122,7 @@ class NormStage final : public Stage {
     const Range rows = share.act_rows(count_of(args_.batch, count()));
     kernel_(args_, rows.begin, rows.end, share.act_row(args_.act));
   }
+  const Batch& batch() const override { return args_.batch; }
   std::vector<Access> accesses() const override { return {Access::read(args_.x), Access::of(args_.act, true)}; }
   ActUse act_use() const override { return {&args_.act, count(), true}; }
 
@@ -153,6 +156,7 @@ class LinearStage final : public Stage {
     }
   }
 
+  const Batch& batch() const override { return args_.batch; }
   std::vector<Access> accesses() const override { return {Access::of(args_.act, false), Access::write_to(args_.out)}; }
   ActUse act_use() const override { return {&args_.act, count(), false}; }
 
@@ -171,6 +175,7 @@ class RopeStoreStage final : public Stage {
     const Range tasks = share.cut(count_of(args_.batch, kRows) * args_.kv.num_kv_heads);
     kernel_(args_, tasks.begin, tasks.end);
   }
+  const Batch& batch() const override { return args_.batch; }
   std::vector<Access> accesses() const override {
     return {Access::write_to(args_.q), Access::write_to(args_.k), Access::read(args_.v), Access::layer(args_.kv, true)};
   }
@@ -263,6 +268,7 @@ class AttendStage final : public Stage {
     });
   }
 
+  const Batch& batch() const override { return args_.batch; }
   std::vector<Access> accesses() const override {
     Access values = Access::of(args_.act, true);
     values.act = false;  // whole tiles go to rows that all threads read
@@ -287,6 +293,7 @@ class AttendMergeStage final : public Stage {
     kernel_(args_, by_split ? Workspace::instance().data() : nullptr, rows.begin, rows.end, share.act_row(args_.act));
   }
 
+  const Batch& batch() const override { return args_.batch; }
   std::vector<Access> accesses() const override {
     return {Access::workspace(false), Access::of(args_.act, true)};
   }
@@ -305,6 +312,7 @@ class ActMulStage final : public Stage {
     const Range rows = share.act_rows(count_of(args_.batch, kRows));
     kernel_(args_, rows.begin, rows.end, share.act_row(args_.act));
   }
+  const Batch& batch() const override { return args_.batch; }
   std::vector<Access> accesses() const override {
     return {Access::read(args_.gate), Access::read(args_.up), Access::of(args_.act, true)};
   }
