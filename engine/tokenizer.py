@@ -27,10 +27,10 @@ class Tokenizer:
         try:
             self._backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
             self.chat = msgspec.json.decode((folder / "chat.json").read_bytes(), type=ChatInfo)
-            decoder = json.loads((folder / "tokenizer.json").read_text("utf-8")).get("decoder")
         except Exception as error:  # tokenizers raises bare Exception for anything wrong with its file
             raise CheckpointError(f"cannot read the tokenizer in `{folder}`: {error}") from error
-        self._style = decoder_style(decoder)
+        decoder = self._backend.decoder  # its pickled state is its part of the JSON; parsing all of that again is slow
+        self._style = decoder_style(None if decoder is None else json.loads(decoder.__getstate__()))
         self._backend.no_truncation()  # a tokenizer.json may carry both, and would silently cut or fill prompts
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()

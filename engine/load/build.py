@@ -2,8 +2,8 @@
 
 Tensors go through one by one, so that memory holds about one of them. Everything is written into a temporary folder
 beside the entry, which gets the entry's name only when it is whole and on disk: readers see an entry or none. The
-builder holds a lock on that folder, so that `prune` can tell one that a crash left behind from one being filled. Of two
-processes that build the same entry, the slower one takes the other's.
+builder holds a lock on that folder, so that one which a crash left behind can be told from one being filled, and is
+removed. Of two processes that build the same entry, the slower one takes the other's.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ def build_entry(checkpoint: Checkpoint, key: str, dtype: str, packed: Path, prog
     """
     try:
         packed.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(packed)
         with _temporary_folder(packed) as folder:
             _write_entry(checkpoint, key, dtype, folder, progress)
             _publish(folder, packed / key)
@@ -98,13 +99,18 @@ def remove_abandoned(packed: Path) -> int:
 
 @contextlib.contextmanager
 def _temporary_folder(packed: Path) -> Iterator[Path]:
-    """A new locked folder, removed at the end unless it was renamed."""
-    folder = packed / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}"
-    folder.mkdir()
-    handle = os.open(folder, os.O_RDONLY)
+    """A new locked folder, removed at the end unless it was renamed.
+
+    It gets a name that `remove_abandoned` looks for only when it is locked.
+    """
+    unique = f"{os.getpid()}-{secrets.token_hex(4)}"
+    unlocked, folder = packed / f".new-{unique}", packed / f"{TEMPORARY}{unique}"
+    unlocked.mkdir()
+    handle = os.open(unlocked, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # no locks on this file system: then `prune` leaves such folders alone
+        with contextlib.suppress(OSError):  # no locks on this file system: then nobody removes such folders
             fcntl.flock(handle, fcntl.LOCK_EX)
+        unlocked.rename(folder)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

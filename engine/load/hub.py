@@ -118,8 +118,9 @@ def hub_download(repo: str, revision: str, hub_cache: Path, progress: Progress) 
             f"the hub has no model `{named}` that you may read", "check the name; private models need HF_TOKEN"
         ) from error
     except Exception as error:  # the HTTP library differs between versions of huggingface_hub, and so do its errors
+        reason = (str(error).splitlines() or ["no message"])[0]
         raise CheckpointError(
-            f"cannot download `{named}` from the hub: {type(error).__name__}: {error}",
+            f"cannot download `{named}` from the hub: {type(error).__name__}: {reason}",
             "check the network (HF_ENDPOINT names a mirror), or give a local folder or .gguf file",
         ) from error
 

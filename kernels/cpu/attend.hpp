@@ -42,6 +42,35 @@ struct Visible {
   int end[kTileRows];
 };
 
+// acc[r][v] += factor r * vector v. The smaller of the two sets stays in registers, the other passes through one: with 12
+// accumulators there are only four left.
+template <class Isa, class Format, int kQ, int kVectors>
+LLMCTL_INLINE void multiply_in(const float* factors, long factor_stride, const typename Format::Elem* vectors,
+                               typename Isa::F (&acc)[kQ][kVectors]) {
+  using F = typename Isa::F;
+  if constexpr (kQ < kVectors) {
+    F x[kQ];
+    LLMCTL_UNROLL
+    for (int r = 0; r < kQ; ++r) x[r] = Isa::broadcast(factors + r * factor_stride);
+    LLMCTL_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      const F y = Format::template load<Isa>(vectors + kLanes * v);
+      LLMCTL_UNROLL
+      for (int r = 0; r < kQ; ++r) acc[r][v] = Isa::fma(x[r], y, acc[r][v]);
+    }
+  } else {
+    F y[kVectors];
+    LLMCTL_UNROLL
+    for (int v = 0; v < kVectors; ++v) y[v] = Format::template load<Isa>(vectors + kLanes * v);
+    LLMCTL_UNROLL
+    for (int r = 0; r < kQ; ++r) {
+      const F x = Isa::broadcast(factors + r * factor_stride);
+      LLMCTL_UNROLL
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = Isa::fma(x, y[v], acc[r][v]);
+    }
+  }
+}
+
 // Scores of kVectors * 8 positions from `offset` of a segment on, for kQ queries q [head_dim][kQ]; meanwhile the same
 // part of the next segment's keys and of this segment's values is fetched to L1.
 template <class Isa, class Format, int kQ, int kVectors>
@@ -63,9 +92,8 @@ LLMCTL_INLINE void score_strip(const float* __restrict q, const Segment<typename
   const Elem* next_keys = next.keys + offset;
   const char* values = reinterpret_cast<const char*>(segment.values + static_cast<long>(offset) * kv.head_dim);
   for (int d = 0; d < kv.head_dim; ++d) {
-    F k[kVectors];
-    LLMCTL_UNROLL
-    for (int v = 0; v < kVectors; ++v) k[v] = Format::template load<Isa>(keys + kLanes * v);
+    multiply_in<Isa, Format, kQ, kVectors>(q, 1, keys, acc);
+    q += kQ;
     if (d % kEvery == 0) {
       LLMCTL_UNROLL
       for (int line = 0; line < kStripBytes; line += 64) {
@@ -76,13 +104,6 @@ LLMCTL_INLINE void score_strip(const float* __restrict q, const Segment<typename
     keys += stride;
     next_keys += stride;
     values += kStripBytes;
-    LLMCTL_UNROLL
-    for (int r = 0; r < kQ; ++r) {
-      const F x = Isa::broadcast(q + r);
-      LLMCTL_UNROLL
-      for (int v = 0; v < kVectors; ++v) acc[r][v] = Isa::fma(x, k[v], acc[r][v]);
-    }
-    q += kQ;
   }
   LLMCTL_UNROLL
   for (int r = 0; r < kQ; ++r) {
@@ -106,16 +127,8 @@ LLMCTL_INLINE void value_strip(const float* __restrict weights, const Segment<ty
     const int begin = most(from, segments[s].at), end = segments[s].at + segments[s].count;
     const auto* values = segments[s].values + static_cast<long>(begin - segments[s].at) * head_dim + d;
     for (int t = begin; t < end; ++t) {
-      F x[kVectors];
-      LLMCTL_UNROLL
-      for (int v = 0; v < kVectors; ++v) x[v] = Format::template load<Isa>(values + kLanes * v);
+      multiply_in<Isa, Format, kQ, kVectors>(weights + t, kAttendSplit, values, acc);
       values += head_dim;
-      LLMCTL_UNROLL
-      for (int r = 0; r < kQ; ++r) {
-        const F w = Isa::broadcast(weights + r * kAttendSplit + t);
-        LLMCTL_UNROLL
-        for (int v = 0; v < kVectors; ++v) acc[r][v] = Isa::fma(w, x[v], acc[r][v]);
-      }
     }
   }
   LLMCTL_UNROLL

@@ -175,7 +175,9 @@ struct Avx2 {
     std::memcpy(&word, x, 4);
     return _mm256_set1_epi32(word);
   }
-  LLMCTL_INLINE Sum4 dot4(Sum4 sum, Codes4 w, X4 x) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x)); }
+  LLMCTL_INLINE Sum4 dot4(Sum4 sum, Codes4 w, X4 x) {
+    return settled(_mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x)));
+  }
   LLMCTL_INLINE I sum4_to_int(Sum4 sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
 
   using Codes2 = __m256i;  // 8 columns x 2 consecutive k, int16
@@ -186,11 +188,16 @@ struct Avx2 {
     std::memcpy(&word, x, 4);
     return _mm256_set1_epi32(word);
   }
-  LLMCTL_INLINE I dot2(I sum, Codes2 w, X2 x) { return _mm256_add_epi32(sum, _mm256_madd_epi16(w, x)); }
+  LLMCTL_INLINE I dot2(I sum, Codes2 w, X2 x) { return settled(_mm256_add_epi32(sum, _mm256_madd_epi16(w, x))); }
 
   LLMCTL_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
  private:
+  // Keeps the compiler from computing the products of a whole unrolled tile before their sums, and spilling them.
+  LLMCTL_INLINE __m256i settled(__m256i sum) {
+    asm("" : "+x"(sum));
+    return sum;
+  }
   template <class T>
   LLMCTL_INLINE __m128i load_128(const T* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
   LLMCTL_INLINE __m128i pack_16(I v) {

@@ -134,7 +134,7 @@ LLMCTL_NOINLINE void tile_int8(const uint8_t* __restrict w, const int16_t* __res
     I total[kRows][2];
     LLMCTL_UNROLL
     for (int i = 0; i < kRows; ++i) total[i][0] = total[i][1] = Isa::zero_i();
-#pragma GCC unroll 2
+#pragma GCC unroll 1
     for (int k = 0; k < group; k += 2) {
       const auto w0 = Isa::load_codes2(reinterpret_cast<const int8_t*>(w));
       const auto w1 = Isa::load_codes2(reinterpret_cast<const int8_t*>(w) + kPanel);

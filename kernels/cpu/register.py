@@ -108,13 +108,17 @@ def _faces() -> dict[str, tuple[_Accepts, _Build]]:
 
 
 def _on(isa: str, build: _Build) -> _Build:
-    """`build` with this instruction set chosen for what it builds."""
+    """`build` with this instruction set chosen while it builds: an op keeps the kernels it was built with."""
 
     def build_on(args: Any) -> Any:
         from .. import _cpu
 
+        before = _cpu.isa()
         _cpu.set_isa(isa)
-        return build(args)
+        try:
+            return build(args)
+        finally:
+            _cpu.set_isa(before)
 
     return build_on
 

@@ -69,35 +69,32 @@ def random_weight(format: WeightFormat, n: int, k: int, rng: np.random.Generator
     return PackedWeight(format, n, k, pack(format, codes, scales, zeros))
 
 
-def random_batch(rng: np.random.Generator, rows: int, *, blocks: int = 0, block_size: int = 1, far: int = 0) -> Batch:
+def random_batch(rng: np.random.Generator, rows: int, *, block_size: int = 0, far: int = 0) -> tuple[Batch, int]:
     """Rows shared out to sequences in uneven chunks, each at some position up to `far`, and every third with logits.
 
-    Sequences have slots in no order and blocks in no order; no block has two owners.
+    Sequences have slots in no order and blocks in no order; no block has two owners. Also says how many blocks there
+    must be: a few more than are used.
     """
-    seqs = []
-    left = rows
-    while left:
-        take = min(left, int(rng.integers(1, 2 + rows // 2)), 9)
-        seqs.append(take)
-        left -= take
-    max_blocks = -(-(far + MAX_ROWS) // block_size)
-    table = np.full((MAX_SEQS, max_blocks), -1, np.int32)
+    chunks = []
+    while (left := rows - sum(chunks)) > 0:
+        chunks.append(min(left, int(rng.integers(1, 2 + rows // 2)), 9))
+    assert len(chunks) <= MAX_SEQS, chunks
+    starts = [int(start) for start in rng.integers(0, far + 1, len(chunks))]
+    needed = [-(-(start + take) // block_size) if block_size else 0 for start, take in zip(starts, chunks)]
+    free = list(rng.permutation(sum(needed) + 3))
+    table = np.full((MAX_SEQS, max(needed) + 1), -1, np.int32)
     batch = make_batch(MAX_ROWS, MAX_SEQS, MAX_ROWS, (np.zeros((MAX_SEQS, 1), np.int32), table))
-    slots = rng.permutation(MAX_SEQS)[: len(seqs)]
-    free = list(rng.permutation(blocks))
     row = 0
-    for i, (slot, take) in enumerate(zip(slots, seqs)):
-        start = int(rng.integers(0, far + 1))
+    for i, (slot, take, start, count) in enumerate(zip(rng.permutation(MAX_SEQS), chunks, starts, needed)):
         batch.seq_first[i], batch.seq_rows[i] = row, take
         batch.position[row : row + take] = np.arange(start, start + take)
         batch.slot[row : row + take] = slot
-        for j in range(-(-(start + take) // block_size) if blocks else 0):
-            table[slot, j] = free.pop()
+        table[slot, :count] = [free.pop() for _ in range(count)]
         row += take
     logit_rows = np.arange(rows)[rows % 3 :: 3] if rows > 2 else np.arange(rows)[-1:]
     batch.logit_rows[: len(logit_rows)] = logit_rows
-    batch.counts[:3] = rows, len(seqs), len(logit_rows)
-    return batch
+    batch.counts[:3] = rows, len(chunks), len(logit_rows)
+    return batch, sum(needed) + 3
 
 
 def random_rows(rng: np.random.Generator, width: int, scale: float = 1.0) -> np.ndarray:
@@ -120,7 +117,7 @@ def act_outputs(act: Act, rows: int) -> dict[str, np.ndarray]:
 def embed_case(format: WeightFormat, rows: int, vocab: int, hidden: int) -> Case:
     def make() -> EmbedArgs:
         rng = np.random.default_rng(rows)
-        batch = random_batch(rng, rows)
+        batch, _ = random_batch(rng, rows)
         batch.token[:rows] = rng.integers(0, vocab, rows)
         batch.token[0] = vocab - 1
         return EmbedArgs(batch, random_weight(format, vocab, hidden, rng), random_rows(rng, hidden))
@@ -136,7 +133,7 @@ def norm_case(rows: int, k: int, logit_rows_only: bool) -> Case:
 
     def make() -> NormArgs:
         rng = np.random.default_rng(rows + k)
-        batch = random_batch(rng, rows)
+        batch, _ = random_batch(rng, rows)
         weight = rng.uniform(0.5, 1.5, k).astype(np.float32)
         act = make_act(k, MAX_ROWS, THREADS, forms)
         x = random_rows(rng, k, 3.0)
@@ -154,7 +151,7 @@ def linear_case(
 ) -> Case:
     def make() -> LinearArgs:
         rng = np.random.default_rng(rows * 7 + n)
-        batch = random_batch(rng, rows)
+        batch, _ = random_batch(rng, rows)
         act = make_act(k, MAX_ROWS, THREADS, (format,))
         used = int(batch.counts[2 if logits else 0])
         write_act(act, torch.from_numpy(rng.standard_normal((used, k)).astype(np.float32)))
@@ -177,7 +174,7 @@ def random_kv(
     """The second of three layers of an arena with slack behind each block; every value in it is finite."""
     layer = 2 * kv_heads * head_dim * block_size * format.bytes_per_value
     stride = 3 * layer + 64
-    values = torch.from_numpy(rng.standard_normal(blocks * stride // format.bytes_per_value).astype(np.float32))
+    values = torch.from_numpy(rng.standard_normal(blocks * stride // format.bytes_per_value, np.float32))
     stored = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[format.kind]
     arena = values.to(stored).view(torch.uint8).numpy()
     return KVLayer(arena, stride, layer, block_size, kv_heads, head_dim, format, 1)
@@ -188,9 +185,8 @@ def rope_store_case(
 ) -> Case:
     def make() -> RopeStoreArgs:
         rng = np.random.default_rng(rows + heads)
-        blocks = 60 * MAX_ROWS // block_size
+        batch, blocks = random_batch(rng, rows, block_size=block_size, far=50)
         kv = random_kv(rng, KVFormat(kind), blocks, block_size, kv_heads, head_dim)
-        batch = random_batch(rng, rows, blocks=blocks, block_size=block_size, far=50)
         angles = rng.uniform(0, 6, (60 + MAX_ROWS, head_dim // 2))
         norms = rng.uniform(0.5, 1.5, (2, head_dim)).astype(np.float32)
         return RopeStoreArgs(
@@ -224,9 +220,8 @@ def attend_case(
 
     def make() -> AttendArgs:
         rng = np.random.default_rng(rows + heads + far)
-        blocks = (far + MAX_ROWS) * MAX_SEQS // block_size + MAX_SEQS
+        batch, blocks = random_batch(rng, rows, block_size=block_size, far=far)
         kv = random_kv(rng, KVFormat(kind), blocks, block_size, kv_heads, head_dim)
-        batch = random_batch(rng, rows, blocks=blocks, block_size=block_size, far=far)
         act = make_act(heads * head_dim, MAX_ROWS, THREADS, forms)
         q = random_rows(rng, heads * head_dim, 2 * head_dim**-0.5)
         return AttendArgs(batch, q, heads, kv, window, far + MAX_ROWS, act)
@@ -245,7 +240,8 @@ def act_mul_case(rows: int, k: int, activation: str) -> Case:
         rng = np.random.default_rng(rows + k)
         gate, up = random_rows(rng, k, 4.0), random_rows(rng, k)
         gate[0, :4] = 0, -100, 100, -0.0
-        return ActMulArgs(random_batch(rng, rows), gate, up, activation, make_act(k, MAX_ROWS, THREADS, forms))
+        batch, _ = random_batch(rng, rows)
+        return ActMulArgs(batch, gate, up, activation, make_act(k, MAX_ROWS, THREADS, forms))
 
     def outputs(args: ActMulArgs) -> dict[str, np.ndarray]:
         return act_outputs(args.act, rows)

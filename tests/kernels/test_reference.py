@@ -96,7 +96,7 @@ def test_what_is_stored_is_what_attention_reads():
     batch.counts[:2] = 12, 1
     batch.seq_first[0], batch.seq_rows[0] = 0, 12
     batch.position[:12], batch.slot[:12] = np.arange(12), 3
-    batch.tables[1][3, :2] = 5, 2
+    batch.tables[1][3, :2] = 2, 0
     args.v[:12] = rng.standard_normal(args.v[:12].shape)
     q, k = (
         torch.from_numpy(x[:12, : h * head_dim].copy()).unflatten(1, (h, -1))

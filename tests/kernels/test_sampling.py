@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmctl.kernels import registry
+from llmctl.kernels import _cpu, registry
 from llmctl.kernels.ops import MAX_TOP, SAMPLE_ROW, SampleArgs
 from llmctl.kernels.reference.philox import gumbel, philox4x32
 
@@ -212,6 +212,21 @@ def test_a_row_gives_the_same_bits_alone_and_in_company(entry):
         assert alone.token[0] == together.token[row]
         assert alone.args.logprob[0].tobytes() == together.args.logprob[row].tobytes()
         assert alone.args.top_logprobs[0].tobytes() == together.args.top_logprobs[row].tobytes()
+
+
+def test_the_number_of_threads_changes_no_bit():
+    logits = random_logits(2003, seed=12, rows=13)
+    native = [entry for entry in ENTRIES if entry.bits.startswith("cpu-")]
+    before = _cpu.threads()
+    for entry in native:
+        outputs = []
+        for threads in (1, 2, 5):
+            _cpu.set_threads(threads)
+            outputs.append(
+                Draw(entry, logits, logprobs=3, top_p=0.9, top_k=500, tokens=[1, 1], presence_penalty=1).outputs()
+            )
+        assert outputs[0] == outputs[1] == outputs[2]
+    _cpu.set_threads(before)
 
 
 def test_sampling_twice_with_one_sampler_leaves_nothing_behind(entry):

@@ -31,7 +31,11 @@ def train_tokenizer():
 def write_tokenizer(folder):
     folder.mkdir(parents=True, exist_ok=True)
     train_tokenizer().save(str(folder / "tokenizer.json"))
-    config = {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>"}, "chat_template": TEMPLATE}
+    config = {
+        "bos_token": "<|im_start|>",
+        "eos_token": {"__type": "AddedToken", "content": "<|im_end|>"},
+        "chat_template": TEMPLATE,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 from llmctl.engine.load.checkpoint import open_checkpoint
 from llmctl.engine.load.hub import Source
@@ -189,3 +190,20 @@ def test_wrong_generation_values_are_errors(model_folder, generation):
     (model_folder / "generation_config.json").write_text(json.dumps(generation))
     with pytest.raises(CheckpointError):
         opened(model_folder).load_text()
+
+
+def test_an_old_tokenizer_is_converted_with_the_ids_it_had(model_folder):
+    whole = json.loads((model_folder / "tokenizer.json").read_text())
+    (model_folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
+        opened(model_folder)
+    (model_folder / "vocab.json").write_text(json.dumps(whole["model"]["vocab"]))
+    merges = "\n".join(" ".join(merge) for merge in whole["model"]["merges"])
+    (model_folder / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+    path = model_folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "GPT2Tokenizer"}))
+    text = opened(model_folder).load_text()
+    original, converted = Tokenizer.from_str(json.dumps(whole)), Tokenizer.from_str(text.tokenizer_json)
+    for sample in ("the quick brown fox", "Grüße 你好 🙂 12"):
+        assert converted.encode(sample).ids == original.encode(sample).ids
+    assert text.chat.eos_ids == (2,)

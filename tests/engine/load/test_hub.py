@@ -73,7 +73,7 @@ def test_a_folder_with_one_gguf_file_means_that_file(tmp_path, environment, remo
     file.write_bytes(GGUF)
     assert resolve(str(tmp_path / "m"), environment=environment, remotes=remotes).path == file
     (tmp_path / "m" / "y.gguf").write_bytes(GGUF)
-    with pytest.raises(CheckpointError, match="no config.json and 2 .gguf files"):
+    with pytest.raises(CheckpointError, match=r"no config.json and 2 .gguf files"):
         resolve(str(tmp_path / "m"), environment=environment, remotes=remotes)
 
 
@@ -180,7 +180,7 @@ def test_without_any_place_every_reason_is_given(environment, remotes):
 
 
 def test_the_order_of_places_can_be_chosen(environment, remotes):
-    with pytest.raises(CheckpointError, match="model `tiny-default`: pip unreachable$"):
+    with pytest.raises(CheckpointError, match=r"model `tiny-default`: pip unreachable$"):
         resolve("", environment=environment, remotes=replace(remotes, default_order=("wheel",)))
 
 

@@ -333,6 +333,14 @@ def test_prune_removes_what_is_not_kept_and_what_crashes_left(model_folder, cach
     assert prune(cache / "nowhere") == () and list_entries(cache / "nowhere") == ()
 
 
+def test_a_build_removes_what_a_crash_left(model_folder, cache):
+    dead = cache / "packed" / ".building-1-dead"
+    dead.mkdir(parents=True)
+    (dead / "weights.bin").write_bytes(b"half")
+    model = open_packed(source(model_folder), cache=cache)
+    assert names(cache) == [model.folder.name]
+
+
 def test_a_running_model_survives_prune(model_folder, cache):
     model = open_packed(source(model_folder), cache=cache)
     prune(cache)
@@ -368,5 +376,6 @@ def test_loading_imports_neither_torch_nor_transformers(tmp_path, cache):
         "print([m for m in ('torch', 'transformers', 'httpx', 'requests', 'safetensors', 'gguf') if m in sys.modules])"
     )
     for _ in range(2):  # cold, then warm
-        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, check=True)
+        command = [sys.executable, "-c", script]
+        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
         assert result.stdout == "[]\n"

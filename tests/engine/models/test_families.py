@@ -99,7 +99,7 @@ def test_defaults_of_the_families_are_used():
 
 
 def test_an_unknown_family_lists_those_known():
-    with pytest.raises(UnsupportedModel, match="`mamba`.*MambaForCausalLM") as caught:
+    with pytest.raises(UnsupportedModel, match=r"`mamba`.*MambaForCausalLM") as caught:
         decoder_spec({"model_type": "mamba", "architectures": ["MambaForCausalLM"]})
     assert caught.value.hint == f"known: {', '.join(known_families())}"
     with pytest.raises(UnsupportedModel):

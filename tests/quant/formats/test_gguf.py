@@ -96,7 +96,7 @@ def test_an_unsupported_type_names_the_tensor_and_what_is_supported(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModel, match="blk.0.ffn_up.weight.*Q4_K") as caught:
+    with pytest.raises(UnsupportedModel, match=r"blk.0.ffn_up.weight.*Q4_K") as caught:
         open_gguf(path).read("blk.0.ffn_up.weight")
     assert "Q4_1" in caught.value.hint and "Q8_0" in caught.value.hint
 
@@ -183,7 +183,7 @@ def test_overlapping_tensors_are_refused(tmp_path):
     entries = text(b"a") + struct.pack("<IQIQ", 1, 32, 0, 0) + text(b"b") + struct.pack("<IQIQ", 1, 32, 0, 64)
     path = tmp_path / "x.gguf"
     path.write_bytes(header(tensors=2, rest=entries) + b"\0" * 400)
-    with pytest.raises(CheckpointError, match="`a` and `b` of .* overlap"):
+    with pytest.raises(CheckpointError, match=r"`a` and `b` of .* overlap"):
         open_gguf(path)
 
 

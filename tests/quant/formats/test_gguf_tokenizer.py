@@ -116,9 +116,8 @@ def test_llama3_files_add_bos_unless_they_say_no(tmp_path):
 
 def sentence_piece_keys():
     """SentencePiece BPE vocabulary: control, bytes, then pieces with scores that fall with the id."""
-    pieces = "\u2581 e t h a o n l d w r s , . h el ll lo \u2581h \u2581hel \u2581hell \u2581hello \u2581w or ld".split()
-    pieces += ["\u2581w" + "or", "\u2581world", "th", "\u2581th", "\u2581the"]
-    pieces = list(dict.fromkeys(pieces))
+    pieces = ["\u2581", *"ethaonldwrs,.", "el", "ll", "lo", "\u2581h", "\u2581hel", "\u2581hell", "\u2581hello"]
+    pieces += ["\u2581w", "or", "ld", "\u2581wor", "\u2581world", "th", "\u2581th", "\u2581the"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, "[INST]"]
     types = [2, 3, 3, *[6] * 256, *[1] * len(pieces), 4]
     scores = [0.0, 0.0, 0.0, *[0.0] * 256, *(-float(i) for i in range(len(pieces))), 0.0]

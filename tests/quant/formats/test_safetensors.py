@@ -55,7 +55,7 @@ def test_a_read_tensor_is_a_view_of_the_file(tmp_path):
 def test_an_unreadable_dtype_is_named_when_it_is_read(tmp_path):
     save_file({"a": torch.arange(4)}, tmp_path / "model.safetensors")
     files = open_files(tmp_path)
-    with pytest.raises(UnsupportedModel, match="`a`.*I64") as caught:
+    with pytest.raises(UnsupportedModel, match=r"`a`.*I64") as caught:
         files.read("a")
     assert "BF16" in caught.value.hint
 
@@ -74,13 +74,13 @@ def test_sharded_models_are_read_through_their_index(tmp_path):
 
 def test_a_missing_shard_is_named(tmp_path):
     shards(tmp_path, {"a": "model-1.safetensors", "b": "model-3.safetensors"})
-    with pytest.raises(CheckpointError, match="lacks 1 of 2 weight files, the first is `model-3.safetensors`"):
+    with pytest.raises(CheckpointError, match=r"lacks 1 of 2 weight files, the first is `model-3.safetensors`"):
         open_files(tmp_path)
 
 
 def test_an_index_that_disagrees_with_its_shards_is_refused(tmp_path):
     shards(tmp_path, {"a": "model-1.safetensors", "b": "model-1.safetensors"})
-    with pytest.raises(CheckpointError, match="tensor `b` is in `model-1.safetensors`, but it is not"):
+    with pytest.raises(CheckpointError, match=r"tensor `b` is in `model-1.safetensors`, but it is not"):
         open_files(tmp_path)
 
 
@@ -94,7 +94,7 @@ def test_an_index_cannot_point_outside_its_folder(tmp_path, file):
 def test_a_tensor_in_two_shards_is_refused(tmp_path):
     shards(tmp_path, {"a": "model-1.safetensors", "b": "model-2.safetensors"})
     save_file({"a": torch.ones(2), "b": torch.zeros(3)}, tmp_path / "model-2.safetensors")
-    with pytest.raises(CheckpointError, match="`a` is in both `model-1.safetensors` and `model-2.safetensors`"):
+    with pytest.raises(CheckpointError, match=r"`a` is in both `model-1.safetensors` and `model-2.safetensors`"):
         open_files(tmp_path)
 
 
