@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from ...kernels.errors import UsageError
 from ..request import FinishReason, Output, Request, TokenLogprobs
-from .config import SchedulerConfig
 from .draft import Draft, Row
+from .limits import SchedulerConfig
 from .memory import KVMemory, Start
 from .policy import Ticket, make_queue
 from .sequence import Phase, Sequence

@@ -1,8 +1,8 @@
 """`Step` and `StepResult`: all that passes between the scheduler and a runner, as plain ints and bytes.
 
-A Step is a delta. The runner keeps per-slot state (tokens, block tables, sampling) and feeds its own last sampled token:
-a Step never names a token that is not yet known, so it can be made before the previous one's result is in, recorded,
-and replayed on another machine.
+A Step is a delta. The runner keeps per-slot state (tokens, block tables, sampling) and feeds its own last sampled
+token: a Step never names a token that is not yet known, so it can be made before the previous one's result is in,
+recorded, and replayed on another machine.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from llmctl.engine.request import Request, SamplingParams
 from llmctl.engine.schedule.blocks import BlockState
-from llmctl.engine.schedule.scheduler import Scheduler, SchedulerConfig
+from llmctl.engine.schedule.limits import SchedulerConfig
+from llmctl.engine.schedule.scheduler import Scheduler
 
 
 def request(
