@@ -95,7 +95,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt for the core, fully resolved: nothing in it depends on when or where it runs.
 
     prompt      token ids, at least one
-    seed        sequence i of `sampling.n` samples with `mix_seed(seed, i)`, see `sample/sampler.py`
+    seed        sequence i of `sampling.n` samples with `mix_seed(seed, i)`, see `schedule/sequence.py`
     stop_ids    every token id that ends a sequence (EOS unless ignore_eos, and stop_token_ids)
     max_tokens  tokens to generate at most, already cut to what the context leaves
     tenant      whose share this is in the fair queue

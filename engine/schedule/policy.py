@@ -13,6 +13,7 @@ Both put lower priority numbers first, and within a priority the preempted befor
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
@@ -52,6 +53,9 @@ class Queue(Protocol):
 
 def make_queue(policy: str, max_cost: int, weights: Mapping[str, float]) -> Queue:
     """An empty queue of the named policy. `max_cost`: tokens of the largest job there can be."""
+    for tenant, weight in weights.items():
+        if not 0 < weight < math.inf:
+            raise UsageError(f"the weight of tenant `{tenant}` is {weight}, it must be above 0 and finite")
     if policy == "hybrid":
         return HybridQueue(max_cost, weights)
     if policy == "fcfs":

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from ...kernels.errors import UsageError
 from ..request import FinishReason, Output, Request, TokenLogprobs
-from .config import SchedulerConfig
 from .draft import Draft, Row
+from .limits import SchedulerConfig
 from .memory import KVMemory, Start
 from .policy import Ticket, make_queue
 from .sequence import Phase, Sequence
@@ -103,12 +103,14 @@ class Scheduler:
         self._make_room()
         prefills: list[Sequence] = []
         for seq in self._running.values():
-            if seq.todo == 1:
+            todo = seq.todo
+            if todo == 1:
                 self._extend(draft, seq)
-            elif seq.todo > 1:
+            elif todo > 1:
                 prefills.append(seq)
         prefills.sort(key=_rank)
-        draft.promised = sum(map(self._missing, self._running.values()))
+        if self._may_admit:
+            draft.promised = sum(map(self._missing, self._running.values()))
         if prefills and self._queue.overtakes:
             allowed = draft.left // 2
             while (used := self._admit(draft, allowed, whole=True)) > 0:
@@ -200,9 +202,13 @@ class Scheduler:
         soon = len(seq.tokens) + seq.pending + self._config.block_size
         return self._memory.blocks_for(min(soon, seq.goal)) - len(seq.blocks)
 
+    @property
+    def _may_admit(self) -> bool:
+        return bool(self._waiting and self._free_slots) and len(self._running) < self._config.max_running
+
     def _make_room(self) -> None:
         """Preempt until every decode, and one token of the first in rank, can have the block it may need."""
-        if not self._running:
+        if len(self._running) <= self._memory.available:  # at most one block each
             return
         first = min(self._running.values(), key=_rank)
         growing = {
@@ -259,7 +265,7 @@ class Scheduler:
 
         `whole`: only if all of its known tokens can be computed in this step.
         """
-        if allowed <= 0 or not self._free_slots or len(self._running) >= self._config.max_running:
+        if allowed <= 0 or not self._may_admit:
             return 0
         ticket = self._queue.head()
         if ticket is None or (whole and ticket.prompt > allowed):
@@ -419,5 +425,7 @@ def _rank(seq: Sequence) -> tuple[int, int]:
 
 
 def _logprobs(chunk: ChunkResult) -> tuple[TokenLogprobs, ...]:
+    if not chunk.logprobs:
+        return ()
     tops = zip(chunk.top_ids, chunk.top_logprobs) if chunk.top_ids else (((), ()) for _ in chunk.logprobs)
     return tuple(TokenLogprobs(logprob, *top) for logprob, top in zip(chunk.logprobs, tops))

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from llmctl.engine.request import Request, SamplingParams
 from llmctl.engine.schedule.blocks import BlockState
-from llmctl.engine.schedule.scheduler import Scheduler, SchedulerConfig
+from llmctl.engine.schedule.limits import SchedulerConfig
+from llmctl.engine.schedule.scheduler import Scheduler
 
 
 def request(
@@ -78,7 +79,7 @@ def check_invariants(scheduler: Scheduler) -> None:
     assert len(used) + len(scheduler._free_slots) == limits.max_num_seqs
     for seq in running:
         assert len(seq.blocks) == memory.blocks_for(seq.scheduled)
-        assert seq.computed <= seq.scheduled <= seq.goal
+        assert seq.published * limits.block_size <= seq.computed <= seq.scheduled <= seq.goal
         assert seq.generated + seq.pending <= max(seq.max_new, 0)
     live = sum(len(samples) for samples in scheduler._requests.values())
     assert scheduler.stats().waiting + scheduler.stats().running == live == scheduler._live

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from llmctl.engine.request import FinishReason, Output, Request
-from llmctl.engine.schedule.scheduler import Scheduler, SchedulerConfig
+from llmctl.engine.schedule.limits import SchedulerConfig
+from llmctl.engine.schedule.scheduler import Scheduler
 from llmctl.engine.schedule.sequence import mix_seed
 from llmctl.engine.schedule.step import ChunkResult, SlotSampling, Step, StepResult
 
@@ -61,7 +62,9 @@ class FakeRunner:
         self.config = config
         self.model = model or FakeModel()
         self.slots: dict[int, Slot] = {}
-        self.kv = [[[None] * config.block_size for _ in range(count)] for count in config.num_blocks]  # type: list[list[list[int | None]]]
+        self.kv: list[list[list[int | None]]] = [
+            [[None] * config.block_size for _ in range(count)] for count in config.num_blocks
+        ]
         self.next_index = 0
         self.copied_tokens = 0
         self.computed_tokens = 0
@@ -195,7 +198,7 @@ class Loop:
             pass
         return self.deliver() if self.results else ()
 
-    def run(self, max_steps: int = 100_000) -> dict[tuple[str, int], Received]:
+    def run(self, max_steps: int = 10_000) -> dict[tuple[str, int], Received]:
         """Step until everything has ended."""
         for _ in range(max_steps):
             if not self.scheduler.has_work:

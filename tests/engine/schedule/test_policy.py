@@ -24,6 +24,11 @@ def test_an_unknown_policy_is_an_error_that_names_the_choices():
     assert "lottery" in error.value.message and "hybrid" in error.value.hint and "fcfs" in error.value.hint
 
 
+def test_a_weight_of_nothing_is_an_error():
+    with pytest.raises(UsageError, match="weight of tenant `a` is 0"):
+        make_queue("hybrid", 100, {"a": 0})
+
+
 def test_fcfs_is_the_order_of_arrival():
     queue = make_queue("fcfs", 100, {})
     for each in (ticket(0, prompt=90), ticket(1, prompt=1), ticket(2, prompt=50)):

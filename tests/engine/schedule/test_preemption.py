@@ -275,3 +275,44 @@ def test_an_abort_storm_leaks_nothing():
     stats = loop.scheduler.stats()
     assert (stats.waiting, stats.running, stats.blocks_active) == (0, 0, 0)
     assert len(loop.scheduler._queue) == 0
+
+
+def test_the_first_in_rank_is_no_victim_though_it_would_lose_least():
+    loop = Loop(config(num_blocks=12, max_num_seqs=3, max_model_len=48, enable_prefix_caching=False))
+    loop.add(request("first", range(20, 24), max_tokens=40))
+    loop.add(request("a", range(8), max_tokens=40))
+    loop.add(request("b", range(30, 42), max_tokens=30))
+    preempted = run_until_preempted(loop)
+    assert [state.request_id for state in preempted] == ["a"]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_important_prompt_goes_on_in_every_step_though_decodes_eat_its_memory(depth):
+    loop = Loop(config(num_blocks=10, max_num_seqs=2, max_num_batched_tokens=3, max_model_len=40, depth=depth))
+    loop.add(request("low", [0], max_tokens=40, priority=1))
+    loop.step()
+    loop.add(request("long", range(10, 38), max_tokens=2))
+    states = {}
+    while "long" not in states or states["long"].slot < 0:
+        loop.step()
+        states = {state.request_id: state for state in loop.scheduler.states()}
+    slot = states["long"].slot
+    while ("long", 0) not in loop.received:
+        loop.step()
+        assert slot in {chunk.slot for chunk in loop.steps[-1].chunks}
+    assert loop.scheduler.stats().preemptions > 0
+    loop.run()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_twins_cached_block_above_blocks_in_use_can_still_be_had(depth):
+    loop = Loop(config(num_blocks=8, max_model_len=64, depth=depth))
+    loop.add(request("a", range(8), max_tokens=3), request("b", range(8), max_tokens=24, seed=2))
+    while loop.scheduler.has_work:
+        loop.step()
+        check_invariants(loop.scheduler)
+    stats = loop.scheduler.stats()
+    assert (stats.preemptions, stats.recomputed_tokens) == (0, 0)
+    assert len(loop.received["b", 0].tokens) == 24
+    loop.add(request("c", [*range(8), *loop.received["b", 0].tokens[:20]], max_tokens=1))
+    assert loop.run()["c", 0].cached_tokens == 27  # what b kept for itself is known after all

@@ -214,3 +214,11 @@ def test_output_names_the_engine_start_and_the_first_token_index():
     loop.add(request("a", [1], max_tokens=3))
     outputs = [loop.step()[0] for _ in range(3)]
     assert [(output.epoch, output.first, len(output.tokens)) for output in outputs] == [(7, 0, 1), (7, 1, 1), (7, 2, 1)]
+
+
+def test_memory_promised_to_a_prompt_is_promised_once():
+    loop = Loop(config(num_blocks=13, max_num_batched_tokens=26, max_model_len=52, policy="fcfs"))
+    loop.add(request("a", range(40), max_tokens=1), request("b", range(50, 58), max_tokens=1))
+    loop.step()
+    loop.step()
+    assert [(chunk.slot, chunk.count) for chunk in loop.steps[1].chunks] == [(0, 14), (1, 8)]

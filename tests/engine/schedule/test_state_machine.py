@@ -1,7 +1,11 @@
-"""Blocks, tree and scheduler together under random requests, aborts and pipelines, checked after every call."""
+"""Blocks, tree and scheduler together under random requests, aborts and pipelines, checked after every call.
+
+A long run: `LLMCTL_STATE_STEPS=120000 pytest tests/engine/schedule/test_state_machine.py --log-cli-level=INFO`.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 
 from hypothesis import HealthCheck, Phase, settings
@@ -14,7 +18,9 @@ from llmctl.kernels.errors import CapacityError
 from .builders import check_invariants, config, request
 from .fake_runner import FakeModel, Loop, calm_run
 
-RULES = int(os.environ.get("LLMCTL_STATE_STEPS", "2000"))  # how many rules to run in all, about
+log = logging.getLogger(__name__)
+
+RULES = int(os.environ.get("LLMCTL_STATE_STEPS", "2000"))  # to run in all, about
 RULES_EACH = 50
 
 STOP_IDS = (0, 1)
@@ -149,13 +155,17 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert (got.tokens, got.finish) == (tokens, finish)
 
 
-TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(
-    max_examples=max(1, RULES // RULES_EACH),
-    stateful_step_count=RULES_EACH,
-    deadline=None,
-    phases=(Phase.generate, Phase.shrink) if "LLMCTL_STATE_SHRINK" in os.environ else (Phase.generate,),
-    derandomize="LLMCTL_STATE_STEPS" not in os.environ,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+class TestScheduler(SchedulerMachine.TestCase):
+    settings = settings(
+        max_examples=max(1, RULES // RULES_EACH),
+        stateful_step_count=RULES_EACH,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink),
+        derandomize="LLMCTL_STATE_STEPS" not in os.environ,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+    @classmethod
+    def tearDownClass(cls):
+        log.info("%d rules and %d steps were run", SchedulerMachine.rules_run, SchedulerMachine.steps_run)
