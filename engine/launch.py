@@ -17,7 +17,7 @@ from .load.progress import Progress
 from .messages import EngineInfo
 from .plan import Plan, resolve
 from .runner.runner import RecordingRunner, Runner
-from .schedule.config import SchedulerConfig
+from .schedule.limits import SchedulerConfig
 from .schedule.scheduler import Scheduler
 from .tokenizer import Tokenizer
 
