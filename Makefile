@@ -48,10 +48,10 @@ test: setup
 test-all: setup
 	$(BIN)/python -m pytest -q
 
+# mypy takes the package's name from its folder, which a clone may have called anything; hence the link.
 lint: setup
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
-	# mypy takes the package's name from its folder, which a clone may have called anything.
 	links=$$(mktemp -d); trap 'rm -rf "$$links"' EXIT; ln -s "$(CURDIR)" "$$links/llmctl"; \
 	  python="$(CURDIR)/$(BIN)/python"; cd "$$links" && "$$python" -m mypy --config-file llmctl/pyproject.toml llmctl
 
