@@ -1,8 +1,8 @@
 // Quantized forms of an activation row.
 //
-// Per row and group of k: scale = absmax / Q, code = round-half-even(x / scale) with Q = 127 (int8) or 2047 (int16 of 12
-// bits), and the sum of the codes. A true division, not a product with 1 / scale: that is the meaning of the op.
-// A NaN or Inf anywhere in a group makes its scale NaN or Inf, so it reaches every output that reads the group.
+// Per row and group of k: scale = absmax / Q, code = round-half-even(x / scale) with Q = 127 (int8) or 2047 (int16 of
+// 12 bits), and the sum of the codes. A true division, not a product with 1 / scale: that is the meaning of the op. A
+// NaN or Inf anywhere in a group makes its scale NaN or Inf, so it reaches every output that reads the group.
 #pragma once
 
 #include "batch.hpp"
@@ -47,8 +47,8 @@ LLMCTL_INLINE void quantize_row(const Act& act, const Form& form, long row) {
   Code* codes = static_cast<Code*>(form.codes) + row * act.k;
   for (int g = 0; g < groups; ++g) {
     const long at = static_cast<long>(g) * form.group;
-    form.sums[row * groups + g] = quantize_group<Isa, Code>(x + at, form.group, top_code(form.kind), codes + at,
-                                                            form.scales + row * groups + g);
+    form.sums[row * groups + g] =
+        quantize_group<Isa, Code>(x + at, form.group, top_code(form.kind), codes + at, form.scales + row * groups + g);
   }
 }
 

@@ -1,15 +1,16 @@
 // Attention over a paged KV cache: softmax(q . K) V, cut into splits of kAttendSplit positions.
 //
 // A query tile is `queries` consecutive rows of one sequence times `heads` query heads of one KV head, at most
-// kTileRows score rows together. Each split of a tile gives a partial result per score row (unnormalised output, maximum,
-// sum), and partials are merged in ascending order of splits. The order of every sum is fixed by positions alone:
+// kTileRows score rows together. Each split of a tile gives a partial result per score row (unnormalised output,
+// maximum, sum), and partials are merged in ascending order of splits. The order of every sum is fixed by positions
+// alone:
 //   - a score is one chain of fmas over d, in a lane of its own;
 //   - the sum of a split's weights has 8 lanes, position % 8; kAttendSplit and block sizes are multiples of 8, so the
 //     block size cannot show;
 //   - an output element is one chain of fmas over the split's positions.
-// Rows of a tile see different ranges of positions. What a row does not see gets weight exactly 0, which leaves a chain as
-// it is; and the loops run over the positions that some row of the tile sees, no further, since what lies outside may be
-// another sequence's leftovers, NaN included.
+// Rows of a tile see different ranges of positions. What a row does not see gets weight exactly 0, which leaves a chain
+// as it is; and the loops run over the positions that some row of the tile sees, no further, since what lies outside
+// may be another sequence's leftovers, NaN included.
 //
 // `attend_split` leaves partials in a workspace (few tiles: splits are spread over threads), `attend_whole` merges at
 // once (many tiles); both go through `split_part` and `merge_partial`, so they give the same bits.
@@ -42,8 +43,8 @@ struct Visible {
   int end[kTileRows];
 };
 
-// acc[r][v] += factor r * vector v. The smaller of the two sets stays in registers, the other passes through one: with 12
-// accumulators there are only four left.
+// acc[r][v] += factor r * vector v. The smaller of the two sets stays in registers, the other passes through one: with
+// 12 accumulators there are only four left.
 template <class Isa, class Format, int kQ, int kVectors>
 LLMCTL_INLINE void multiply_in(const float* factors, long factor_stride, const typename Format::Elem* vectors,
                                typename Isa::F (&acc)[kQ][kVectors]) {
@@ -114,8 +115,8 @@ LLMCTL_INLINE void score_strip(const float* __restrict q, const Segment<typename
 
 // out [kQ][head_dim], dimensions d .. d + 8 kVectors: sum over the split's positions from `from` on of weight * value.
 template <class Isa, class Format, int kQ, int kVectors>
-LLMCTL_INLINE void value_strip(const float* __restrict weights, const Segment<typename Format::Elem>* segments, int count,
-                               int from, int d, int head_dim, float* __restrict out) {
+LLMCTL_INLINE void value_strip(const float* __restrict weights, const Segment<typename Format::Elem>* segments,
+                               int count, int from, int d, int head_dim, float* __restrict out) {
   using F = typename Isa::F;
   F acc[kQ][kVectors];
   LLMCTL_UNROLL

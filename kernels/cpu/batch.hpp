@@ -8,10 +8,10 @@
 
 namespace llmctl::cpu {
 
-constexpr int kPanel = 16;          // outputs per packed panel
-constexpr int kPrivateRows = 2;     // PRIVATE_ROWS of kernels/ops.py
-constexpr int kAttendSplit = 128;   // ATTEND_SPLIT of kernels/ops.py
-constexpr int kMaxForms = 6;        // quantized forms of one Act
+constexpr int kPanel = 16;         // outputs per packed panel
+constexpr int kPrivateRows = 2;    // PRIVATE_ROWS of kernels/ops.py
+constexpr int kAttendSplit = 128;  // ATTEND_SPLIT of kernels/ops.py
+constexpr int kMaxForms = 6;       // quantized forms of one Act
 constexpr int kMaxHeadDim = 512;
 constexpr int kMaxInt8Group = 8192;  // 8192 x 128 x 2047 is just below 2^31
 
@@ -89,9 +89,7 @@ struct Kv {
 
   long value_bytes() const { return kind == KvKind::f32 ? 4 : 2; }
   long half_bytes() const { return value_bytes() * block_size * head_dim; }  // K or V of one head in one block
-  uint8_t* head(long block, int h) const {
-    return arena + block * block_stride + layer_offset + 2 * half_bytes() * h;
-  }
+  uint8_t* head(long block, int h) const { return arena + block * block_stride + layer_offset + 2 * half_bytes() * h; }
 };
 
 }  // namespace llmctl::cpu

@@ -71,7 +71,7 @@ void set_isa(const std::string& name) {
 
 Batch make_batch(Address counts, Address token, Address position, Address slot, Address seq_first, Address seq_rows,
                  Address logit_rows) {
-  return {at<const int32_t>(counts),    at<const int32_t>(token),    at<const int32_t>(position),
+  return {at<const int32_t>(counts),    at<const int32_t>(token),     at<const int32_t>(position),
           at<const int32_t>(slot),      at<const int32_t>(seq_first), at<const int32_t>(seq_rows),
           at<const int32_t>(logit_rows)};
 }
@@ -89,7 +89,8 @@ WeightKind weight_kind(const std::string& kind, const std::string& zero) {
   refuse("unknown weight kind `" + kind + "` with zero `" + zero + "`");
 }
 
-Weight make_weight(const std::string& kind_name, int group, const std::string& zero, int n, int k, Address data, long bytes) {
+Weight make_weight(const std::string& kind_name, int group, const std::string& zero, int n, int k, Address data,
+                   long bytes) {
   const WeightKind kind = weight_kind(kind_name, zero);
   require(n > 0 && k > 0, "weight of " + text(n) + " x " + text(k));
   const int panels = (n + kPanel - 1) / kPanel;
@@ -120,7 +121,8 @@ Form make_form(const std::string& kind, int group, Address codes, Address scales
 Act make_act(int k, int max_rows, int rows, Address values, const std::vector<Form>& forms) {
   require(k > 0 && rows >= max_rows && max_rows >= 0,
           "act of width " + text(k) + " with " + text(rows) + " rows for at most " + text(max_rows));
-  require(forms.size() <= kMaxForms, text(static_cast<long>(forms.size())) + " quantized forms, at most " + text(kMaxForms));
+  require(forms.size() <= kMaxForms,
+          text(static_cast<long>(forms.size())) + " quantized forms, at most " + text(kMaxForms));
   Act act{k, max_rows, (rows - max_rows) / kPrivateRows, at<float>(values), static_cast<int>(forms.size()), {}};
   for (std::size_t i = 0; i < forms.size(); ++i) {
     require(k % forms[i].group == 0, "activation group " + text(forms[i].group) + " does not divide width " + text(k));
@@ -129,14 +131,16 @@ Act make_act(int k, int max_rows, int rows, Address values, const std::vector<Fo
   return act;
 }
 
-Kv make_kv(const std::string& kind, Address arena, long block_stride, long layer_offset, int block_size, int num_kv_heads,
-           int head_dim, Address table, long max_blocks) {
+Kv make_kv(const std::string& kind, Address arena, long block_stride, long layer_offset, int block_size,
+           int num_kv_heads, int head_dim, Address table, long max_blocks) {
   require(kind == "f32" || kind == "f16" || kind == "bf16", "unknown KV format `" + kind + "`");
   require(head_dim > 0 && head_dim % 8 == 0 && head_dim <= kMaxHeadDim,
           "head_dim " + text(head_dim) + " is not a multiple of 8 up to " + text(kMaxHeadDim));
   require(block_size > 0 && block_size % 8 == 0, "block size " + text(block_size) + " is not a multiple of 8");
   require(num_kv_heads > 0, text(num_kv_heads) + " KV heads");
-  Kv kv{kind == "f32" ? KvKind::f32 : kind == "f16" ? KvKind::f16 : KvKind::bf16,
+  Kv kv{kind == "f32"   ? KvKind::f32
+        : kind == "f16" ? KvKind::f16
+                        : KvKind::bf16,
         at<uint8_t>(arena),
         block_stride,
         layer_offset,
@@ -147,12 +151,14 @@ Kv make_kv(const std::string& kind, Address arena, long block_stride, long layer
         max_blocks};
   const long layer_bytes = 2 * kv.half_bytes() * num_kv_heads;
   require(layer_offset >= 0 && layer_offset + layer_bytes <= block_stride,
-          "layer at byte " + text(layer_offset) + " with " + text(layer_bytes) + " bytes leaves a block of " + text(block_stride));
+          "layer at byte " + text(layer_offset) + " with " + text(layer_bytes) + " bytes leaves a block of " +
+              text(block_stride));
   return kv;
 }
 
 void require_width(const char* what, const Rows& rows, long width) {
-  require(rows.stride >= width, std::string(what) + " rows are " + text(rows.stride) + " wide, " + text(width) + " needed");
+  require(rows.stride >= width,
+          std::string(what) + " rows are " + text(rows.stride) + " wide, " + text(width) + " needed");
 }
 
 void require_heads(int num_heads, const Kv& kv) {
@@ -174,15 +180,15 @@ std::shared_ptr<Op> embed(const Batch& batch, const Weight& weight, const Rows& 
   return make_op(std::make_unique<EmbedStage>(*chosen(), EmbedArgs{batch, weight, out}));
 }
 
-std::shared_ptr<Op> norm(const Batch& batch, const Rows& x, Address weight, float eps, const Act& act, bool logit_rows_only,
-                         nb::handle) {
+std::shared_ptr<Op> norm(const Batch& batch, const Rows& x, Address weight, float eps, const Act& act,
+                         bool logit_rows_only, nb::handle) {
   require_width("norm input", x, act.k);
   return make_op(
       std::make_unique<NormStage>(*chosen(), NormArgs{batch, x, at<const float>(weight), eps, act, logit_rows_only}));
 }
 
-std::shared_ptr<Op> linear(const Batch& batch, const Act& act, const Weight& weight, Address bias, const Rows& out, bool add,
-                           bool logit_rows_only, nb::handle) {
+std::shared_ptr<Op> linear(const Batch& batch, const Act& act, const Weight& weight, Address bias, const Rows& out,
+                           bool add, bool logit_rows_only, nb::handle) {
   require(act.k == weight.k, "activations of width " + text(act.k) + " for a weight of " + text(weight.k) + " inputs");
   require_width("linear output", out, static_cast<long>(weight.panels) * kPanel);
   Form form{};
@@ -198,20 +204,30 @@ std::shared_ptr<Op> linear(const Batch& batch, const Act& act, const Weight& wei
   return make_op(std::make_unique<LinearStage>(*chosen(), args));
 }
 
-std::shared_ptr<Op> rope_store(const Batch& batch, const Rows& q, const Rows& k, const Rows& v, Address q_norm, Address k_norm,
-                               float norm_eps, Address cos, Address sin, int num_heads, float q_scale, const Kv& kv,
-                               nb::handle) {
+std::shared_ptr<Op> rope_store(const Batch& batch, const Rows& q, const Rows& k, const Rows& v, Address q_norm,
+                               Address k_norm, float norm_eps, Address cos, Address sin, int num_heads, float q_scale,
+                               const Kv& kv, nb::handle) {
   require_heads(num_heads, kv);
   require_width("query", q, static_cast<long>(num_heads) * kv.head_dim);
   require_width("key", k, static_cast<long>(kv.num_kv_heads) * kv.head_dim);
   require_width("value", v, static_cast<long>(kv.num_kv_heads) * kv.head_dim);
-  const RopeStoreArgs args{batch,    q, k, v, at<const float>(q_norm), at<const float>(k_norm), norm_eps, at<const float>(cos),
-                           at<const float>(sin), num_heads, q_scale, kv};
+  const RopeStoreArgs args{batch,
+                           q,
+                           k,
+                           v,
+                           at<const float>(q_norm),
+                           at<const float>(k_norm),
+                           norm_eps,
+                           at<const float>(cos),
+                           at<const float>(sin),
+                           num_heads,
+                           q_scale,
+                           kv};
   return make_op(std::make_unique<RopeStoreStage>(*chosen(), args));
 }
 
-std::shared_ptr<Op> attend(const Batch& batch, const Rows& q, int num_heads, const Kv& kv, int window, int max_positions,
-                           const Act& act, nb::handle) {
+std::shared_ptr<Op> attend(const Batch& batch, const Rows& q, int num_heads, const Kv& kv, int window,
+                           int max_positions, const Act& act, nb::handle) {
   require_heads(num_heads, kv);
   require(window >= 0 && max_positions > 0, "window " + text(window) + ", " + text(max_positions) + " positions");
   const long width = static_cast<long>(num_heads) * kv.head_dim;
@@ -227,8 +243,8 @@ std::shared_ptr<Op> attend(const Batch& batch, const Rows& q, int num_heads, con
   return make_op(std::make_unique<AttendStage>(*chosen(), args), std::make_unique<AttendMergeStage>(*chosen(), args));
 }
 
-std::shared_ptr<Op> act_mul(const Batch& batch, const Rows& gate, const Rows& up, const std::string& activation, const Act& act,
-                            nb::handle) {
+std::shared_ptr<Op> act_mul(const Batch& batch, const Rows& gate, const Rows& up, const std::string& activation,
+                            const Act& act, nb::handle) {
   require(activation == "silu" || activation == "gelu_tanh", "unknown activation `" + activation + "`");
   require_width("gate", gate, act.k);
   require_width("up", up, act.k);
@@ -236,13 +252,19 @@ std::shared_ptr<Op> act_mul(const Batch& batch, const Rows& gate, const Rows& up
   return make_op(std::make_unique<ActMulStage>(*chosen(), ActMulArgs{batch, gate, up, kind, act}));
 }
 
-SampleArgs sample_args(const Rows& logits, int vocab_size, Address rows, Address token, Address logprob, Address top_ids,
-                       Address top_logprobs, Address finite) {
+SampleArgs sample_args(const Rows& logits, int vocab_size, Address rows, Address token, Address logprob,
+                       Address top_ids, Address top_logprobs, Address finite) {
   require(chosen()->sample != nullptr, std::string("no sampling kernel for ") + chosen()->isa);
   require(vocab_size > 0, "vocabulary of " + text(vocab_size));
   require_width("logits", logits, vocab_size);
-  return {logits, vocab_size, at<const SampleRow>(rows), at<int32_t>(token), at<float>(logprob), at<int32_t>(top_ids),
-          at<float>(top_logprobs), at<uint8_t>(finite)};
+  return {logits,
+          vocab_size,
+          at<const SampleRow>(rows),
+          at<int32_t>(token),
+          at<float>(logprob),
+          at<int32_t>(top_ids),
+          at<float>(top_logprobs),
+          at<uint8_t>(finite)};
 }
 
 void set_threads(int threads) {
@@ -268,36 +290,45 @@ NB_MODULE(_cpu, m) {
   m.def("set_threads", &set_threads, "threads"_a, Released());
   m.def("workspace_bytes", [] { return Workspace::instance().floats() * sizeof(float); });
 
-  nb::class_<Batch>(m, "Batch").def(
-      "__init__", [](Batch* self, Address counts, Address token, Address position, Address slot, Address seq_first,
-                     Address seq_rows, Address logit_rows) {
-        new (self) Batch(make_batch(counts, token, position, slot, seq_first, seq_rows, logit_rows));
-      },
-      "counts"_a, "token"_a, "position"_a, "slot"_a, "seq_first"_a, "seq_rows"_a, "logit_rows"_a);
+  nb::class_<Batch>(m, "Batch")
+      .def(
+          "__init__",
+          [](Batch* self, Address counts, Address token, Address position, Address slot, Address seq_first,
+             Address seq_rows, Address logit_rows) {
+            new (self) Batch(make_batch(counts, token, position, slot, seq_first, seq_rows, logit_rows));
+          },
+          "counts"_a, "token"_a, "position"_a, "slot"_a, "seq_first"_a, "seq_rows"_a, "logit_rows"_a);
   nb::class_<Rows>(m, "Rows").def(
-      "__init__", [](Rows* self, Address data, long stride, long count) { new (self) Rows{at<float>(data), stride, count}; },
+      "__init__",
+      [](Rows* self, Address data, long stride, long count) { new (self) Rows{at<float>(data), stride, count}; },
       "data"_a, "stride"_a, "count"_a);
-  nb::class_<Weight>(m, "Weight").def(
-      "__init__", [](Weight* self, const std::string& kind, int group, const std::string& zero, int n, int k, Address data,
-                     long bytes) { new (self) Weight(make_weight(kind, group, zero, n, k, data, bytes)); },
-      "kind"_a, "group"_a, "zero"_a, "n"_a, "k"_a, "data"_a, "bytes"_a);
+  nb::class_<Weight>(m, "Weight")
+      .def(
+          "__init__",
+          [](Weight* self, const std::string& kind, int group, const std::string& zero, int n, int k, Address data,
+             long bytes) { new (self) Weight(make_weight(kind, group, zero, n, k, data, bytes)); },
+          "kind"_a, "group"_a, "zero"_a, "n"_a, "k"_a, "data"_a, "bytes"_a);
   nb::class_<Form>(m, "Form").def(
-      "__init__", [](Form* self, const std::string& kind, int group, Address codes, Address scales, Address sums) {
+      "__init__",
+      [](Form* self, const std::string& kind, int group, Address codes, Address scales, Address sums) {
         new (self) Form(make_form(kind, group, codes, scales, sums));
       },
       "kind"_a, "group"_a, "codes"_a, "scales"_a, "sums"_a);
   nb::class_<Act>(m, "Act").def(
-      "__init__", [](Act* self, int k, int max_rows, int rows, Address values, const std::vector<Form>& forms) {
+      "__init__",
+      [](Act* self, int k, int max_rows, int rows, Address values, const std::vector<Form>& forms) {
         new (self) Act(make_act(k, max_rows, rows, values, forms));
       },
       "k"_a, "max_rows"_a, "rows"_a, "values"_a, "forms"_a);
   nb::class_<Kv>(m, "Kv").def(
-      "__init__", [](Kv* self, const std::string& kind, Address arena, long block_stride, long layer_offset, int block_size,
-                     int num_kv_heads, int head_dim, Address table, long max_blocks) {
-        new (self) Kv(make_kv(kind, arena, block_stride, layer_offset, block_size, num_kv_heads, head_dim, table, max_blocks));
+      "__init__",
+      [](Kv* self, const std::string& kind, Address arena, long block_stride, long layer_offset, int block_size,
+         int num_kv_heads, int head_dim, Address table, long max_blocks) {
+        new (self)
+            Kv(make_kv(kind, arena, block_stride, layer_offset, block_size, num_kv_heads, head_dim, table, max_blocks));
       },
-      "kind"_a, "arena"_a, "block_stride"_a, "layer_offset"_a, "block_size"_a, "num_kv_heads"_a, "head_dim"_a, "table"_a,
-      "max_blocks"_a);
+      "kind"_a, "arena"_a, "block_stride"_a, "layer_offset"_a, "block_size"_a, "num_kv_heads"_a, "head_dim"_a,
+      "table"_a, "max_blocks"_a);
 
   // An op keeps its last argument alive: the record whose arrays its addresses point into.
   nb::class_<Op>(m, "Op").def("run", &Op::run, Released());
@@ -306,45 +337,49 @@ NB_MODULE(_cpu, m) {
         nb::keep_alive<0, 7>());
   m.def("linear", &linear, "batch"_a, "act"_a, "weight"_a, "bias"_a, "out"_a, "add"_a, "logit_rows_only"_a, "owner"_a,
         nb::keep_alive<0, 8>());
-  m.def("rope_store", &rope_store, "batch"_a, "q"_a, "k"_a, "v"_a, "q_norm"_a, "k_norm"_a, "norm_eps"_a, "cos"_a, "sin"_a,
-        "num_heads"_a, "q_scale"_a, "kv"_a, "owner"_a, nb::keep_alive<0, 13>());
+  m.def("rope_store", &rope_store, "batch"_a, "q"_a, "k"_a, "v"_a, "q_norm"_a, "k_norm"_a, "norm_eps"_a, "cos"_a,
+        "sin"_a, "num_heads"_a, "q_scale"_a, "kv"_a, "owner"_a, nb::keep_alive<0, 13>());
   m.def("attend", &attend, "batch"_a, "q"_a, "num_heads"_a, "kv"_a, "window"_a, "max_positions"_a, "act"_a, "owner"_a,
         nb::keep_alive<0, 8>());
   m.def("act_mul", &act_mul, "batch"_a, "gate"_a, "up"_a, "activation"_a, "act"_a, "owner"_a, nb::keep_alive<0, 6>());
 
   nb::class_<Program>(m, "Program")
-      .def("__init__",
-           [](Program* self, const std::vector<std::shared_ptr<Op>>& ops, const Batch& batch) {
-             std::vector<const Stage*> stages;
-             for (const auto& op : ops) {
-               for (const Stage* stage : op->stages()) stages.push_back(stage);
-             }
-             for (const Stage* stage : stages) {
-               require(stage->batch().counts == batch.counts, "an op of the program reads another batch");
-             }
-             new (self) Program(std::move(stages));
-           },
-           "ops"_a, "batch"_a, nb::keep_alive<1, 2>())
+      .def(
+          "__init__",
+          [](Program* self, const std::vector<std::shared_ptr<Op>>& ops, const Batch& batch) {
+            std::vector<const Stage*> stages;
+            for (const auto& op : ops) {
+              for (const Stage* stage : op->stages()) stages.push_back(stage);
+            }
+            for (const Stage* stage : stages) {
+              require(stage->batch().counts == batch.counts, "an op of the program reads another batch");
+            }
+            new (self) Program(std::move(stages));
+          },
+          "ops"_a, "batch"_a, nb::keep_alive<1, 2>())
       .def("replay", &Program::replay, Released())
       .def("barriers", &Program::barriers, "rows"_a, "logit_rows"_a);
 
   nb::class_<KvCopyArgs>(m, "KvCopy")
-      .def("__init__",
-           [](KvCopyArgs* self, Address arena, long block_stride, int num_layers, int block_size, int num_kv_heads, int head_dim,
-              long value_bytes) {
-             new (self) KvCopyArgs{at<uint8_t>(arena), block_stride, num_layers, block_size, num_kv_heads, head_dim, value_bytes};
-           },
-           "arena"_a, "block_stride"_a, "num_layers"_a, "block_size"_a, "num_kv_heads"_a, "head_dim"_a, "value_bytes"_a)
+      .def(
+          "__init__",
+          [](KvCopyArgs* self, Address arena, long block_stride, int num_layers, int block_size, int num_kv_heads,
+             int head_dim, long value_bytes) {
+            new (self) KvCopyArgs{at<uint8_t>(arena), block_stride, num_layers, block_size,
+                                  num_kv_heads,       head_dim,     value_bytes};
+          },
+          "arena"_a, "block_stride"_a, "num_layers"_a, "block_size"_a, "num_kv_heads"_a, "head_dim"_a, "value_bytes"_a)
       .def("__call__", &kv_copy, "source"_a, "target"_a, "tokens"_a, Released());
 
   nb::class_<Sampler>(m, "Sampler")
-      .def("__init__",
-           [](Sampler* self, const Rows& logits, int vocab_size, Address rows, Address token, Address logprob, Address top_ids,
-              Address top_logprobs, Address finite) {
-             const SampleArgs args =
-                 sample_args(logits, vocab_size, rows, token, logprob, top_ids, top_logprobs, finite);
-             new (self) Sampler(*chosen(), args);
-           },
-           "logits"_a, "vocab_size"_a, "rows"_a, "token"_a, "logprob"_a, "top_ids"_a, "top_logprobs"_a, "finite"_a)
+      .def(
+          "__init__",
+          [](Sampler* self, const Rows& logits, int vocab_size, Address rows, Address token, Address logprob,
+             Address top_ids, Address top_logprobs, Address finite) {
+            const SampleArgs args =
+                sample_args(logits, vocab_size, rows, token, logprob, top_ids, top_logprobs, finite);
+            new (self) Sampler(*chosen(), args);
+          },
+          "logits"_a, "vocab_size"_a, "rows"_a, "token"_a, "logprob"_a, "top_ids"_a, "top_logprobs"_a, "finite"_a)
       .def("__call__", &Sampler::run, "rows"_a, Released());
 }

@@ -1,7 +1,7 @@
 // Embedding rows read out of a packed [vocab, hidden] weight: one column of a panel, dequantized.
 //
-// Codes and scales are gathered eight at a time; each value is exact in float32 (11-bit scale times at most 8-bit code),
-// so the result does not depend on the instruction set.
+// Codes and scales are gathered eight at a time; each value is exact in float32 (11-bit scale times at most 8-bit
+// code), so the result does not depend on the instruction set.
 #pragma once
 
 #include "isa.hpp"

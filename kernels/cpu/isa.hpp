@@ -103,9 +103,13 @@ struct Avx2 {
   LLMCTL_INLINE I or_i(I a, I b) { return _mm256_or_si256(a, b); }
   LLMCTL_INLINE I xor_i(I a, I b) { return _mm256_xor_si256(a, b); }
   template <int kBits>
-  LLMCTL_INLINE I shift_left(I a) { return _mm256_slli_epi32(a, kBits); }
+  LLMCTL_INLINE I shift_left(I a) {
+    return _mm256_slli_epi32(a, kBits);
+  }
   template <int kBits>
-  LLMCTL_INLINE I shift_right(I a) { return _mm256_srli_epi32(a, kBits); }  // zeros come in
+  LLMCTL_INLINE I shift_right(I a) {  // zeros come in
+    return _mm256_srli_epi32(a, kBits);
+  }
   LLMCTL_INLINE I max_i(I a, I b) { return _mm256_max_epi32(a, b); }
   // High 32 bits of the unsigned product.
   LLMCTL_INLINE I mul_high_u32(I a, I b) {
@@ -199,7 +203,9 @@ struct Avx2 {
     return sum;
   }
   template <class T>
-  LLMCTL_INLINE __m128i load_128(const T* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+  LLMCTL_INLINE __m128i load_128(const T* p) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  }
   LLMCTL_INLINE __m128i pack_16(I v) {
     return _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
   }
@@ -239,7 +245,8 @@ struct Generic {
   LLMCTL_INLINE F div(F a, F b) { return a / b; }
   LLMCTL_INLINE F max(F a, F b) { return a > b ? a : b; }
   LLMCTL_INLINE F min(F a, F b) { return a < b ? a : b; }
-  LLMCTL_INLINE F fma(F a, F b, F c) { return a * b + c; }  // two roundings: a libm call per lane would be the other way
+  // Two roundings: a libm call per lane would be the other way.
+  LLMCTL_INLINE F fma(F a, F b, F c) { return a * b + c; }
   LLMCTL_INLINE F fnma(F a, F b, F c) { return c - a * b; }
   LLMCTL_INLINE F abs(F a) { return bits_f(bits_i(a) & 0x7FFFFFFF); }
   LLMCTL_INLINE float sum(F a) { return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7])); }
@@ -282,9 +289,13 @@ struct Generic {
   LLMCTL_INLINE I or_i(I a, I b) { return a | b; }
   LLMCTL_INLINE I xor_i(I a, I b) { return a ^ b; }
   template <int kBits>
-  LLMCTL_INLINE I shift_left(I a) { return I(U(a) << kBits); }
+  LLMCTL_INLINE I shift_left(I a) {
+    return I(U(a) << kBits);
+  }
   template <int kBits>
-  LLMCTL_INLINE I shift_right(I a) { return I(U(a) >> kBits); }
+  LLMCTL_INLINE I shift_right(I a) {
+    return I(U(a) >> kBits);
+  }
   LLMCTL_INLINE I max_i(I a, I b) { return a > b ? a : b; }
   LLMCTL_INLINE I mul_high_u32(I a, I b) {
     I high;
@@ -344,7 +355,9 @@ struct Generic {
     high = Codes4{{I((words >> 4) & 15u), I((words >> 12) & 15u), I((words >> 20) & 15u), I(words >> 28)}};
   }
   LLMCTL_INLINE Sum4 zero_sum4() { return I{}; }
-  LLMCTL_INLINE X4 broadcast_x4(const int8_t* x) { return X4{{set1_i(x[0]), set1_i(x[1]), set1_i(x[2]), set1_i(x[3])}}; }
+  LLMCTL_INLINE X4 broadcast_x4(const int8_t* x) {
+    return X4{{set1_i(x[0]), set1_i(x[1]), set1_i(x[2]), set1_i(x[3])}};
+  }
   LLMCTL_INLINE Sum4 dot4(Sum4 sum, const Codes4& w, const X4& x) {
     return sum + w.k[0] * x.k[0] + w.k[1] * x.k[1] + w.k[2] * x.k[2] + w.k[3] * x.k[3];
   }

@@ -19,6 +19,7 @@ struct KvCopyArgs {
 
 // K is [head_dim][block_size]: `tokens` values at the head of each of its rows; V is [block_size][head_dim]: one run.
 inline void kv_copy(const KvCopyArgs& a, long source, long target, long tokens) {
+  if (source == target) return;
   const long row_bytes = a.block_size * a.value_bytes;
   const long half_bytes = row_bytes * a.head_dim;
   const uint8_t* from = a.arena + source * a.block_stride;

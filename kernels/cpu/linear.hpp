@@ -1,9 +1,10 @@
 // out[i] = act[i] @ weight.T over a range of panels and rows: the frame around the tiles of linear_float.hpp and
 // linear_int.hpp.
 //
-// A tile computes kRows rows x 16 outputs into `sums` [kRows][16]; every output element has one accumulation chain along
-// k, the same for every kRows, so the height of a tile, and with it the number of rows in the batch, cannot show in the
-// bits. What happens to the sums (bias, add, store) is separate code: kept out of the tile, it costs no registers there.
+// A tile computes kRows rows x 16 outputs into `sums` [kRows][16]; every output element has one accumulation chain
+// along k, the same for every kRows, so the height of a tile, and with it the number of rows in the batch, cannot show
+// in the bits. What happens to the sums (bias, add, store) is separate code: kept out of the tile, it costs no
+// registers there.
 #pragma once
 
 #include "isa.hpp"
@@ -27,7 +28,8 @@ LLMCTL_INLINE void finish_tile(const LinearArgs& a, const float* sums, int rows,
 // Runs Tile::run<kRows> over the rows, as high as possible, and over the panels outside: a panel stays in L1 while the
 // rows pass by.
 template <class Isa, class Tile>
-LLMCTL_NOINLINE void linear(const LinearArgs& a, int panel_begin, int panel_end, int row_begin, int row_end, int act_row) {
+LLMCTL_NOINLINE void linear(const LinearArgs& a, int panel_begin, int panel_end, int row_begin, int row_end,
+                            int act_row) {
   alignas(32) float sums[Tile::kMaxRows * kPanel];
   for (int p = panel_begin; p < panel_end; ++p) {
     int i = row_begin;

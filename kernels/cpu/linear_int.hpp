@@ -2,8 +2,9 @@
 // acc = fma(float(sum) * x_scale, w_scale, acc) per group, ascending.
 //
 // int8 panel, per group: 16 f16 scales, then [group / 2][16 columns][2 consecutive k] int8.
-// int4 panel, per group: 16 f16 scales, [16 f16 mins or zero points], then for every 8 k two vectors of 32 bytes, columns
-// 0-7 and 8-15: byte 4 c + i holds code(k + i) of column c in its low nibble and code(k + 4 + i) in its high one.
+// int4 panel, per group: 16 f16 scales, [16 f16 mins or zero points], then for every 8 k two vectors of 32 bytes,
+// columns 0-7 and 8-15: byte 4 c + i holds code(k + i) of column c in its low nibble and code(k + 4 + i) in its high
+// one.
 #pragma once
 
 #include "linear.hpp"
@@ -24,8 +25,8 @@ LLMCTL_INLINE void load_halves(const uint8_t* p, typename Isa::F (&v)[2]) {
 // kOneBlock: the group is 32; otherwise it is `blocks` times 32 (int16 running sums hold 32 products at most).
 template <class Isa, WeightKind kKind, bool kOneBlock, int kRows>
 LLMCTL_NOINLINE void tile_int4(const uint8_t* __restrict w, const int8_t* __restrict x, long x_stride,
-                               const float* __restrict x_scale, const int32_t* __restrict x_sum, long groups, int blocks,
-                               float* __restrict sums) {
+                               const float* __restrict x_scale, const int32_t* __restrict x_sum, long groups,
+                               int blocks, float* __restrict sums) {
   using F = typename Isa::F;
   using I = typename Isa::I;
   F acc[kRows][2];

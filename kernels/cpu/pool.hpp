@@ -1,11 +1,10 @@
 // The thread pool: one region at a time, in which every thread runs the same function and meets the others at barriers.
 //
 // The caller is thread 0. Workers are made on first use, each pinned to a CPU of its own within the affinity mask; the
-// caller stays free, and the CPU on which it makes the workers is left to it: an unpinned worker that sleeps is woken on
-// the caller's CPU, where the caller spins, and waits for milliseconds.
-// Whoever waits spins first, because waking a sleeper costs 25-110 us: workers for 6 ms, which covers sampling and Python
-// between two steps; everybody else for 50 us, since a CPU may have other users. Then it sleeps on a futex. With more
-// threads than CPUs nobody spins for long.
+// caller stays free, and the CPU on which it makes the workers is left to it: an unpinned worker that sleeps is woken
+// on the caller's CPU, where the caller spins, and waits for milliseconds. Whoever waits spins first, because waking a
+// sleeper costs 25-110 us: workers for 6 ms, which covers sampling and Python between two steps; everybody else for 50
+// us, since a CPU may have other users. Then it sleeps on a futex. With more threads than CPUs nobody spins for long.
 #pragma once
 
 #include <linux/futex.h>
@@ -92,8 +91,8 @@ class Pool {
     threads_ = threads;
   }
 
-  // Runs prepare(threads) on the caller, then function(thread, threads) on every thread; returns when all have finished.
-  // Regions of different callers follow one another. The function must not throw, nor start a region.
+  // Runs prepare(threads) on the caller, then function(thread, threads) on every thread; returns when all have
+  // finished. Regions of different callers follow one another. The function must not throw, nor start a region.
   template <class Prepare, class Function>
   void run(Prepare&& prepare, Function&& function) {
     std::lock_guard lock(mutex_);
@@ -146,16 +145,22 @@ class Pool {
     short_spin_ = std::chrono::microseconds(crowded ? 2 : 50);
     idle_spin_ = std::chrono::microseconds(crowded ? 2 : 6000);
     stop_ = false;
-    const uint32_t seen = started_.now();
-    for (int thread = 1; thread < threads_; ++thread) {
-      workers_.emplace_back([this, thread, seen] { work(thread, seen); });
-      if (thread <= static_cast<int>(cpus.size())) {
-        cpu_set_t own;
-        CPU_ZERO(&own);
-        CPU_SET(cpus[static_cast<std::size_t>(thread) - 1], &own);
-        pthread_setaffinity_np(workers_.back().native_handle(), sizeof(own), &own);
+    try {
+      for (int thread = 1; thread < threads_; ++thread) {
+        workers_.emplace_back([this, thread, seen = started_.now()] { work(thread, seen); });
+        if (thread <= static_cast<int>(cpus.size())) pin(workers_.back(), cpus[static_cast<std::size_t>(thread) - 1]);
       }
+    } catch (...) {  // the system has no more threads: a region with fewer would wait for ever
+      stop_workers();
+      throw;
     }
+  }
+
+  static void pin(std::thread& worker, int cpu) {
+    cpu_set_t own;
+    CPU_ZERO(&own);
+    CPU_SET(cpu, &own);
+    pthread_setaffinity_np(worker.native_handle(), sizeof(own), &own);
   }
 
   void stop_workers() {

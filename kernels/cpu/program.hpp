@@ -1,8 +1,8 @@
 // A recorded list of ops: all stages in one region of the pool, with barriers only where two stages touch one memory.
 //
-// With at most kPrivateRows rows the rows of an Act are private: every thread computes them for itself, which costs less
-// than the barrier that sharing would need. That holds for a producer and the consumers up to the next producer of the
-// same Act, all inside this program; outside it, and for ops run alone, rows are shared.
+// With at most kPrivateRows rows the rows of an Act are private: every thread computes them for itself, which costs
+// less than the barrier that sharing would need. That holds for a producer and the consumers up to the next producer of
+// the same Act, all inside this program; outside it, and for ops run alone, rows are shared.
 #pragma once
 
 #include <cstddef>
@@ -30,7 +30,8 @@ class Program {
     if (stages_.empty()) return;
     Pool& pool = Pool::instance();
     const Batch& batch = stages_[0]->batch();
-    const unsigned now = 1u << case_of(count_of(batch, kRows) <= kPrivateRows, count_of(batch, kLogitRows) <= kPrivateRows);
+    const unsigned now =
+        1u << case_of(count_of(batch, kRows) <= kPrivateRows, count_of(batch, kLogitRows) <= kPrivateRows);
     const auto prepare = [&](int threads) {
       if (threads != planned_threads_) plan_for(threads);
       for (std::size_t i = 0; i < stages_.size(); ++i) counters_[i].value.store(0, std::memory_order_relaxed);
@@ -54,7 +55,9 @@ class Program {
  private:
   // Four cases: few rows or not, few logit rows or not. One bit each.
   static constexpr unsigned kCases = 4;
-  static unsigned case_of(bool few_rows, bool few_logit_rows) { return (few_rows ? 1u : 0u) + (few_logit_rows ? 2u : 0u); }
+  static unsigned case_of(bool few_rows, bool few_logit_rows) {
+    return (few_rows ? 1u : 0u) + (few_logit_rows ? 2u : 0u);
+  }
 
   struct Step {
     unsigned barrier_before = 0;

@@ -11,8 +11,8 @@ namespace llmctl::cpu {
 
 // head[0 .. 2 half): dimension i is rotated with i + half. Without a norm `weight` is null.
 template <class Isa>
-LLMCTL_INLINE void rotate_head(float* head, int half, const float* weight, float eps, const float* cos, const float* sin,
-                               float factor) {
+LLMCTL_INLINE void rotate_head(float* head, int half, const float* weight, float eps, const float* cos,
+                               const float* sin, float factor) {
   using F = typename Isa::F;
   const F scale = Isa::set1(weight == nullptr ? 1.0f : inverse_rms<Isa>(head, 2 * half, eps));
   const F f = Isa::set1(factor);
@@ -33,7 +33,8 @@ template <class Isa, class Format>
 LLMCTL_INLINE void store_kv(const Kv& kv, const float* k, const float* v, long block, int kv_head, int offset) {
   using Elem = typename Format::Elem;
   Elem* keys = reinterpret_cast<Elem*>(kv.head(block, kv_head)) + offset;
-  Elem* values = reinterpret_cast<Elem*>(kv.head(block, kv_head) + kv.half_bytes()) + static_cast<long>(offset) * kv.head_dim;
+  Elem* values =
+      reinterpret_cast<Elem*>(kv.head(block, kv_head) + kv.half_bytes()) + static_cast<long>(offset) * kv.head_dim;
   for (int d = 0; d < kv.head_dim; d += kLanes) {
     Elem column[kLanes];
     Format::template store<Isa>(column, Isa::load(k + d));

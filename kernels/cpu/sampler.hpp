@@ -29,12 +29,13 @@ class Sampler {
   void run(int rows) {
     std::atomic<int> next{0};
     std::byte* first = scratch_.get() + (64 - reinterpret_cast<std::uintptr_t>(scratch_.get()) % 64);
-    Pool::instance().run([](int) {}, [&](int thread, int) {
-      if (thread >= threads_) return;  // the pool grew since: no scratch for this one
-      for (int row; (row = next.fetch_add(1, std::memory_order_relaxed)) < rows;) {
-        kernel_(args_, row, row + 1, first + static_cast<std::size_t>(thread) * stride_);
-      }
-    });
+    Pool::instance().run([](int) {},
+                         [&](int thread, int) {
+                           if (thread >= threads_) return;  // the pool grew since: no scratch for this one
+                           for (int row; (row = next.fetch_add(1, std::memory_order_relaxed)) < rows;) {
+                             kernel_(args_, row, row + 1, first + static_cast<std::size_t>(thread) * stride_);
+                           }
+                         });
   }
 
  private:

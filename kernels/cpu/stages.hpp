@@ -29,9 +29,7 @@ struct Share {
   }
   int take() const { return counter->fetch_add(1, std::memory_order_relaxed); }
   // The private rows of thread 0 are the ordinary ones: what a program leaves in an act is always found there.
-  int act_row(const Act& act) const {
-    return private_act && thread > 0 ? act.max_rows + kPrivateRows * thread : 0;
-  }
+  int act_row(const Act& act) const { return private_act && thread > 0 ? act.max_rows + kPrivateRows * thread : 0; }
   // Rows of the act to produce: all of them into its own rows, or this thread's cut.
   Range act_rows(int n) const { return private_act ? Range{0, n} : cut(n); }
 };
@@ -132,8 +130,8 @@ class NormStage final : public Stage {
   NormArgs args_;
 };
 
-// Few rows: every thread has a fixed part of the panels. From 16 rows on, chunks of 4 panels x about 64 rows are taken
-// from the counter, since a static cut waits for the slowest thread.
+// Few rows: every thread has a fixed part of the panels. From 16 rows on, chunks of at most 4 panels x about 64 rows
+// are taken from the counter, since a static cut waits for the slowest thread.
 class LinearStage final : public Stage {
  public:
   LinearStage(const Table& table, const LinearArgs& args)
@@ -148,11 +146,13 @@ class LinearStage final : public Stage {
       return;
     }
     const int row_chunk = args_.weight.group == 0 ? 60 : 64;  // whole tiles of 6 or 4 rows
-    const int panel_chunks = (panels + kPanelChunk - 1) / kPanelChunk;
-    const int chunks = (rows + row_chunk - 1) / row_chunk * panel_chunks;
+    const int row_chunks = (rows + row_chunk - 1) / row_chunk;
+    const int panel_chunk = std::clamp(panels * row_chunks / (kChunksPerThread * share.threads), 1, kMaxPanelChunk);
+    const int panel_chunks = (panels + panel_chunk - 1) / panel_chunk;
+    const int chunks = row_chunks * panel_chunks;
     for (int chunk; (chunk = share.take()) < chunks;) {
-      const int row = chunk / panel_chunks * row_chunk, panel = chunk % panel_chunks * kPanelChunk;
-      kernel_(args_, panel, std::min(panel + kPanelChunk, panels), row, std::min(row + row_chunk, rows), act_row);
+      const int row = chunk / panel_chunks * row_chunk, panel = chunk % panel_chunks * panel_chunk;
+      kernel_(args_, panel, std::min(panel + panel_chunk, panels), row, std::min(row + row_chunk, rows), act_row);
     }
   }
 
@@ -162,7 +162,8 @@ class LinearStage final : public Stage {
 
  private:
   static constexpr int kDynamicRows = 16;
-  static constexpr int kPanelChunk = 4;
+  static constexpr int kMaxPanelChunk = 4;
+  static constexpr int kChunksPerThread = 4;
   Count count() const { return args_.logit_rows_only ? kLogitRows : kRows; }
   void (*kernel_)(const LinearArgs&, int, int, int, int, int);
   LinearArgs args_;
@@ -210,7 +211,8 @@ struct Tiling {
         for (int s = 0; s < seqs; ++s) {
           const int first = a.batch.seq_first[s], rows = a.batch.seq_rows[s];
           for (int i = 0; i < rows; i += queries) {
-            visit(AttendTile{first + i, std::min(queries, rows - i), kv_head, kv_head * heads_per_kv + first_head, heads});
+            visit(AttendTile{first + i, std::min(queries, rows - i), kv_head, kv_head * heads_per_kv + first_head,
+                             heads});
           }
         }
       }
@@ -294,9 +296,7 @@ class AttendMergeStage final : public Stage {
   }
 
   const Batch& batch() const override { return args_.batch; }
-  std::vector<Access> accesses() const override {
-    return {Access::workspace(false), Access::of(args_.act, true)};
-  }
+  std::vector<Access> accesses() const override { return {Access::workspace(false), Access::of(args_.act, true)}; }
   ActUse act_use() const override { return {&args_.act, kRows, true}; }
 
  private:

@@ -111,8 +111,8 @@ constexpr int kPartialExtra = 8;  // floats of a partial behind its output: maxi
 
 // One query tile of attention: queries of one sequence times query heads of one KV head, at most kTileRows together.
 struct AttendTile {
-  int first_row;   // of the batch
-  int queries;     // consecutive rows
+  int first_row;  // of the batch
+  int queries;    // consecutive rows
   int kv_head;
   int first_head;  // query head
   int heads;
@@ -142,14 +142,16 @@ struct Table {
   const char* isa;
   void (*embed)(const EmbedArgs&, int row_begin, int row_end);
   void (*norm)(const NormArgs&, int row_begin, int row_end, int act_row);
-  void (*linear[kWeightKinds])(const LinearArgs&, int panel_begin, int panel_end, int row_begin, int row_end, int act_row);
+  void (*linear[kWeightKinds])(const LinearArgs&, int panel_begin, int panel_end, int row_begin, int row_end,
+                               int act_row);
   // Tasks are row * num_kv_heads + kv_head: that KV head and the query heads that read it.
   void (*rope_store)(const RopeStoreArgs&, int task_begin, int task_end);
   // One split of a tile to `partials` (layout: attend.hpp).
   void (*attend_split[kKvKinds])(const AttendArgs&, const AttendTile&, int split, float* partials);
   // All splits of a tile, merged, to rows 0.. of the act's values.
   void (*attend_whole[kKvKinds])(const AttendArgs&, const AttendTile&);
-  // Merge `partials` (null: values are already in rows 0.. of the act) to the act's rows from act_row, with their forms.
+  // Merge `partials` (null: values are already in rows 0.. of the act) to the act's rows from act_row, with their
+  // forms.
   void (*attend_merge)(const AttendArgs&, const float* partials, int row_begin, int row_end, int act_row);
   void (*act_mul)(const ActMulArgs&, int row_begin, int row_end, int act_row);
   // `scratch` has sample_scratch_bytes and belongs to the calling thread.
