@@ -169,7 +169,7 @@ class KVLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbedArgs:
-    """out[row] = dequantized weight[token[row]]; weight [vocab, hidden] is packed like any linear (it may be the head)."""
+    """out[row] = dequantized weight[token[row]], weight [vocab, hidden]; packed like any linear, as it may be the head."""
 
     batch: Batch
     weight: PackedWeight
@@ -264,7 +264,7 @@ class ActMulArgs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVCopyArgs:
-    """`copy(source, target, tokens)`: the first `tokens` positions of one block to another, in all of a group's layers."""
+    """`copy(source, target, tokens)`: the first `tokens` positions of one block to another, in all of its layers."""
 
     arena: U8Array
     block_stride: int

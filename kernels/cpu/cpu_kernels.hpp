@@ -10,10 +10,6 @@
 #include "rope_store.hpp"
 #include "sample.hpp"
 #include "table.hpp"
-#if __has_include("sample.hpp")
-#include "sample.hpp"
-#define LLMCTL_HAVE_SAMPLE
-#endif
 
 namespace llmctl::cpu {
 
@@ -40,9 +36,6 @@ LLMCTL_INLINE constexpr Table make_table() {
   t.attend_merge = attend_merge<Isa>;
   t.act_mul = act_mul_rows<Isa>;
   t.sample = sample_rows<Isa>;
-#ifdef LLMCTL_HAVE_SAMPLE
-  t.sample = sample_rows<Isa>;
-#endif
   return t;
 }
 
