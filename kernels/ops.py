@@ -169,7 +169,7 @@ class KVLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbedArgs:
-    """out[row] = dequantized weight[token[row]], weight [vocab, hidden]; packed like any linear, as it may be the head."""
+    """out[row] = dequantized weight[token[row]], weight [vocab, hidden]; packed like a linear: it may be the head."""
 
     batch: Batch
     weight: PackedWeight
