@@ -45,6 +45,7 @@ class Answer:
     """One answer and what it took.
 
     finish          None when it was interrupted
+    cached_tokens   of the prompt, served by the prefix cache; None when it was interrupted before that was told
     first_token_s   from the question to the first token
     decode_s        from the first token to the last
     """
@@ -52,7 +53,7 @@ class Answer:
     text: str
     finish: FinishReason | None
     prompt_tokens: int
-    cached_tokens: int
+    cached_tokens: int | None
     tokens: int
     first_token_s: float
     decode_s: float
@@ -79,7 +80,8 @@ def ask(
     prompt = frontend.chat_prompt(messages)
     pieces: list[str] = []
     finish: FinishReason | None = None
-    prompt_tokens, cached_tokens, tokens = len(prompt), 0, 0
+    prompt_tokens, tokens = len(prompt), 0
+    cached_tokens: int | None = None
     first = last = start
     with contextlib.closing(frontend.stream(prompt, sampling)) as stream:
         try:

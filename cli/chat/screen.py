@@ -72,7 +72,8 @@ def status(answer: Answer, max_model_len: int) -> str:
         parts.append(f"{answer.tokens_per_s:.1f} tokens/s")
     if answer.tokens:
         parts.append(f"first after {answer.first_token_s:.2f} s")
-    parts.append(f"{answer.cached_tokens} of {answer.prompt_tokens} prompt tokens cached")
+    if answer.cached_tokens is not None:
+        parts.append(f"{answer.cached_tokens} of {answer.prompt_tokens} prompt tokens cached")
     parts.append(f"{left} left")
     if answer.finish is None:
         parts.append("stopped")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from ...engine.request import SamplingParams
@@ -26,7 +29,20 @@ def talk(
     """Chat until the user leaves: `/exit`, Ctrl-D, or Ctrl-C twice on an empty line.
 
     Mistakes, messages that do not fit and answers that fail are told and the chat goes on; a dead engine is raised.
+    The signal of Ctrl-C interrupts answers only: the line editor takes the key itself, and whoever presses it just when
+    an answer ends does not mean to leave.
     """
+    with _on_interrupt(signal.SIG_IGN):
+        _talk(console, frontend, conversation, sampling, read)
+
+
+def _talk(
+    console: Console,
+    frontend: Frontend,
+    conversation: Conversation,
+    sampling: SamplingParams,
+    read: Callable[[], str],
+) -> None:
     leaving = False
     while True:
         try:
@@ -66,7 +82,8 @@ def _answer(
         console.stdout.flush()
 
     try:
-        answer = ask(frontend, conversation.messages(question), sampling, write)
+        with _on_interrupt(signal.default_int_handler):
+            answer = ask(frontend, conversation.messages(question), sampling, write)
     except KeyboardInterrupt:  # before the request was made
         console.say("stopped", "dim")
         return
@@ -87,3 +104,13 @@ def _obey(console: Console, conversation: Conversation, sampling: SamplingParams
     else:
         conversation.system = "" if command.argument == '""' else command.argument
         console.say("system prompt set" if conversation.system else "system prompt removed", "dim")
+
+
+@contextlib.contextmanager
+def _on_interrupt(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> Iterator[None]:
+    """Handle the signal of Ctrl-C like this meanwhile."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

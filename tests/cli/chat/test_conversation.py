@@ -39,7 +39,7 @@ def test_answer_is_written_as_it_comes_and_counted(fake_frontend):
 def test_ctrl_c_while_waiting_keeps_the_partial_answer_and_aborts(fake_frontend):
     frontend = fake_frontend(["Hel", "lo", KeyboardInterrupt()])
     answer = ask(frontend, [{"role": "user", "content": "hi"}], SamplingParams(), lambda text: None)
-    assert (answer.text, answer.finish, answer.tokens) == ("Hello", None, 2)
+    assert (answer.text, answer.finish, answer.tokens, answer.cached_tokens) == ("Hello", None, 2, None)
     assert frontend.aborted == 1
 
 

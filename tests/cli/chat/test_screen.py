@@ -68,7 +68,8 @@ def test_status_line():
 
 
 def test_status_says_why_an_answer_ended_early():
-    assert status(answer(finish=None), 100).endswith("stopped")
+    stopped = status(answer(finish=None, cached_tokens=None), 100)
+    assert stopped.endswith("stopped") and "cached" not in stopped
     assert status(answer(finish=FinishReason.LENGTH), 100).endswith("cut at the token limit")
     assert status(answer(finish=FinishReason.LENGTH), 41).endswith("cut at the end of the context")
 

@@ -1,8 +1,11 @@
 """An interactive chat, driven line by line."""
 
+import signal
+
 import pytest
 
-from llmctl.cli.chat.conversation import Conversation
+from llmctl.cli.chat import session
+from llmctl.cli.chat.conversation import Conversation, ask
 from llmctl.cli.chat.session import talk
 from llmctl.engine.request import SamplingParams
 from llmctl.kernels.errors import EngineDead, LlmctlError
@@ -42,6 +45,26 @@ def test_stopped_answer_stays_in_the_conversation_and_the_chat_goes_on(console, 
     conversation = chat(console, frontend, "tell me", "go on")
     assert [turn["content"] for turn in conversation.turns] == ["tell me", "Once", "go on", "Yes"]
     assert "stopped" in console.stderr.getvalue()
+
+
+def test_signal_of_ctrl_c_interrupts_answers_and_nothing_else(console, fake_frontend, monkeypatch):
+    handlers = []
+
+    def watch(frontend, messages, sampling, write):
+        handlers.append(signal.getsignal(signal.SIGINT))
+        return ask(frontend, messages, sampling, write)
+
+    monkeypatch.setattr(session, "ask", watch)
+    before = signal.getsignal(signal.SIGINT)
+    script = iter(["hi", "/exit"])
+
+    def read():
+        handlers.append(signal.getsignal(signal.SIGINT))
+        return next(script)
+
+    talk(console, fake_frontend(["a"]), Conversation(), SamplingParams(), read)
+    assert handlers == [signal.SIG_IGN, signal.default_int_handler, signal.SIG_IGN]
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_answer_stopped_before_its_first_word_is_forgotten(console, fake_frontend):
