@@ -9,14 +9,19 @@ import msgspec
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rotary position embedding, split-half order (dimension i is paired with i + head_dim / 2)."""
+    """Rotary position embedding, split-half order (dimension i is paired with i + head_dim / 2).
+
+    kind    default | linear | llama3 | factors: the last divides frequency i by factors[i], head_dim / 2 of them, which
+            is how GGUF files write llama3 down
+    """
 
     theta: float = 10000.0
-    kind: str = "default"  # default | linear | llama3
+    kind: str = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 0
+    factors: tuple[float, ...] = ()
 
 
 class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,0 +1,226 @@
+"""Building an entry of the packed cache: stream, pack, hash, sync, rename.
+
+Tensors go through one by one, so that memory holds about one of them. Everything is written into a temporary folder
+beside the entry, which gets the entry's name only when it is whole and on disk: readers see an entry or none. The
+builder holds a lock on that folder, so that `prune` can tell one that a crash left behind from one being filled. Of two
+processes that build the same entry, the slower one takes the other's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+
+from ...kernels.cpu.pack import LAYOUT_VERSION, pack, packed_bytes
+from ...kernels.errors import CapacityError, CheckpointError
+from ...kernels.formats import WeightFormat
+from ...quant.formats.stored import StoredTensor
+from ...quant.tensor import Array
+from .checkpoint import Checkpoint
+from .convert import convert, target_format
+from .entry import (
+    CHAT,
+    ENTRY_VERSION,
+    HEADER_BYTES,
+    MANIFEST,
+    TOKENIZER,
+    VECTOR,
+    WEIGHTS,
+    BadEntry,
+    Manifest,
+    PackedTensor,
+    aligned,
+    encode_manifest,
+    finish_digest,
+    header_bytes,
+    read_manifest,
+)
+from .progress import Progress
+
+TEMPORARY = ".building-"
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
+_CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+def build_entry(checkpoint: Checkpoint, key: str, dtype: str, packed: Path, progress: Progress) -> Path:
+    """The folder `packed`/`key`, now holding the checkpoint's entry; CapacityError if the disk is full.
+
+    Whatever goes wrong, an interrupt included, nothing is left behind.
+    """
+    try:
+        packed.mkdir(parents=True, exist_ok=True)
+        with _temporary_folder(packed) as folder:
+            _write_entry(checkpoint, key, dtype, folder, progress)
+            _publish(folder, packed / key)
+            _sync(packed)
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            raise CapacityError(
+                f"no space left in `{packed}` for the packed weights of `{checkpoint.source.name}`",
+                "free some, for example with `llmctl models prune`; LLMCTL_CACHE names another folder",
+            ) from error
+        raise CheckpointError(
+            f"cannot write to `{packed}`: {error.strerror or error}", "LLMCTL_CACHE names another folder"
+        ) from error
+    return packed / key
+
+
+def remove_abandoned(packed: Path) -> int:
+    """Remove what builders that were killed left in `packed`; how many folders that were."""
+    removed = 0
+    for folder in packed.glob(f"{TEMPORARY}*"):
+        try:
+            handle = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # renamed or removed meanwhile
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # being filled, or on a file system that cannot tell
+            continue
+        finally:
+            os.close(handle)
+        shutil.rmtree(folder, ignore_errors=True)
+        removed += 1
+    return removed
+
+
+@contextlib.contextmanager
+def _temporary_folder(packed: Path) -> Iterator[Path]:
+    """A new locked folder, removed at the end unless it was renamed."""
+    folder = packed / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}"
+    folder.mkdir()
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # no locks on this file system: then `prune` leaves such folders alone
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+
+
+def _write_entry(checkpoint: Checkpoint, key: str, dtype: str, folder: Path, progress: Progress) -> None:
+    text = checkpoint.load_text()
+    tokenizer_json, chat_json = text.tokenizer_json.encode(), msgspec.json.encode(text.chat)
+    tensors = _layout(checkpoint, dtype)
+    manifest = Manifest(
+        version=ENTRY_VERSION,
+        layout=LAYOUT_VERSION,
+        key=key,
+        name=checkpoint.source.name,
+        source=str(checkpoint.source.path.resolve()),
+        dtype=dtype,
+        spec=checkpoint.spec,
+        tensors=tensors,
+        bytes=max(tensor.offset + tensor.bytes for tensor in tensors),
+        text_bytes=(len(tokenizer_json), len(chat_json)),
+    )
+    (folder / TOKENIZER).write_bytes(tokenizer_json)
+    (folder / CHAT).write_bytes(chat_json)
+    with (folder / WEIGHTS).open("wb") as file:
+        _reserve(file, manifest.bytes)
+        digest = hashlib.sha256()
+        _write_tensors(checkpoint, manifest, file, digest, progress)
+        finish_digest(digest, tokenizer_json, chat_json, manifest)
+        manifest_json = encode_manifest(msgspec.structs.replace(manifest, digest=digest.hexdigest()))
+        (folder / MANIFEST).write_bytes(manifest_json)
+        file.seek(0)
+        file.write(header_bytes(manifest_json))
+        file.flush()
+        os.fsync(file.fileno())
+    for name in (TOKENIZER, CHAT, MANIFEST, "."):
+        _sync(folder / name)
+
+
+def _layout(checkpoint: Checkpoint, dtype: str) -> tuple[PackedTensor, ...]:
+    """Where each tensor will lie, known from the headers alone."""
+    placed, position = [], HEADER_BYTES
+    for name, stored in checkpoint.tensors.items():
+        offset = aligned(position)
+        if len(stored.shape) == 1:
+            tensor = PackedTensor(name, VECTOR, stored.shape[0], 1, offset, 4 * stored.shape[0])
+        else:
+            n, k = stored.shape
+            format = target_format(_format(stored), dtype)
+            tensor = PackedTensor(name, format.name, n, k, offset, packed_bytes(format, n, k))
+        placed.append(tensor)
+        position = offset + tensor.bytes
+    return tuple(placed)
+
+
+def _write_tensors(
+    checkpoint: Checkpoint, manifest: Manifest, file: BinaryIO, digest: hashlib._Hash, progress: Progress
+) -> None:
+    """Everything behind the header, in order, with zeros between; all of it goes into the digest."""
+    file.seek(HEADER_BYTES)
+    position = HEADER_BYTES
+    for tensor in manifest.tensors:
+        progress(f"packing {manifest.name}", position, manifest.bytes)
+        data = _packed(checkpoint, tensor, manifest.dtype)
+        assert data.nbytes == tensor.bytes, (tensor, data.nbytes)
+        for part in (bytes(tensor.offset - position), data.data):
+            file.write(part)
+            digest.update(part)
+        position = tensor.offset + tensor.bytes
+    progress(f"packing {manifest.name}", position, manifest.bytes)
+
+
+def _packed(checkpoint: Checkpoint, tensor: PackedTensor, dtype: str) -> Array:
+    weight = checkpoint.read(tensor.name)
+    if tensor.format == VECTOR:
+        return np.ascontiguousarray(weight.dequantize())
+    weight = convert(tensor.name, weight, target_format(weight.format, dtype))
+    return pack(weight.format, weight.data, weight.scales, weight.zeros)
+
+
+def _publish(folder: Path, target: Path) -> None:
+    """Give the folder its name. A whole entry that is there already stays, a broken one is replaced."""
+    for _ in range(3):
+        try:
+            os.rename(folder, target)
+            return
+        except OSError as error:
+            if error.errno not in _NOT_EMPTY:
+                raise
+        try:
+            read_manifest(target)
+            return
+        except BadEntry:
+            aside = folder.with_name(f"{folder.name}-replaced")
+            os.rename(target, aside)
+            shutil.rmtree(aside, ignore_errors=True)
+    raise CheckpointError(f"`{target}` keeps being replaced by another process", "end that process and try again")
+
+
+def _reserve(file: BinaryIO, size: int) -> None:
+    """Claim the space, so that a full disk shows before the work and not in the middle of it."""
+    try:
+        os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        if error.errno not in _CANNOT_RESERVE:
+            raise
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _format(stored: StoredTensor) -> WeightFormat:
+    assert stored.format is not None, stored.name
+    return stored.format

@@ -1,0 +1,165 @@
+"""A checkpoint opened and checked: its spec, and every tensor the decoder needs, before anything is built.
+
+Opening reads headers only. A config that disagrees with the tensors, a tensor that is missing or one that no part of
+the decoder would use is an error here: each of them would otherwise become a model that runs and writes nonsense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.errors import CheckpointError, UnsupportedModel
+from ...quant.formats import gguf, gguf_model, gguf_tokenizer, safetensors
+from ...quant.formats.stored import StoredTensor, shape_text
+from ...quant.tensor import Array, WeightTensor
+from ..models.arch import DecoderSpec
+from ..models.families import decoder_spec, decoder_tensors
+from .hub import Source
+from .text import ChatInfo, ModelText, check_tokenizer_files, folder_text, read_json
+
+_CHUNK = 1 << 22
+_UNUSED = (".rotary_emb.inv_freq",)  # stored by old writers, always recomputed
+
+
+class TensorFiles(Protocol):
+    """What both containers offer. `read` gives the tensor as stored; `check_readable` raises what `read` would."""
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
+    def check_readable(self, name: str) -> None: ...
+    def read(self, name: str) -> WeightTensor: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """`tensors` are those the decoder uses, in its order; `load_text` may be slow (it converts old tokenizers)."""
+
+    source: Source
+    config: Mapping[str, object]
+    spec: DecoderSpec
+    tensors: Mapping[str, StoredTensor]
+    files: TensorFiles
+    load_text: Callable[[], ModelText]
+
+    def read(self, name: str) -> WeightTensor:
+        """The tensor, all of it finite; CheckpointError names the first NaN or infinity."""
+        weight = self.files.read(name)
+        for part, values in (("", weight.data), ("scale ", weight.scales), ("minimum ", weight.zeros)):
+            index = None if values is None else _first_not_finite(values, bf16=weight.format.kind == "bf16")
+            if index is not None:
+                raise CheckpointError(
+                    f"tensor `{name}` of `{self.tensors[name].path}` holds NaN or infinity, first at "
+                    f"{part}{shape_text(index)}",
+                    "the file is broken, or the model was trained or converted into this",
+                )
+        return weight
+
+
+def open_checkpoint(source: Source) -> Checkpoint:
+    """The checkpoint with its config and headers read and checked against each other."""
+    files: TensorFiles
+    if source.kind == "gguf":
+        file = gguf.open_gguf(source.path)
+        model = gguf_model.open_model(file)
+        config: Mapping[str, object] = model.config
+        files = model
+        load_text = partial(_gguf_text, file)
+    else:
+        folder = source.path
+        config = read_json(folder / "config.json")
+        _refuse_quantized(source, config)
+        check_tokenizer_files(folder)
+        files = safetensors.open_files(folder)
+        load_text = partial(folder_text, folder, config)
+    spec = decoder_spec(config)
+    return Checkpoint(source, config, spec, _check_tensors(source, config, spec, files), files, load_text)
+
+
+def _check_tensors(
+    source: Source, config: Mapping[str, object], spec: DecoderSpec, files: TensorFiles
+) -> dict[str, StoredTensor]:
+    """The decoder's tensors in its order, each present, readable and of the shape the config says."""
+    rules = decoder_tensors(spec)
+    unknown = [name for name in files.tensors if name not in rules and not name.endswith(_UNUSED)]
+    if unknown:
+        raise UnsupportedModel(
+            f"`{source.path}` has {len(unknown)} tensors that a {spec.family} decoder of {spec.num_layers} layers does "
+            f"not use: {_some(unknown)}",
+            "the model is of another family, or its config is for another checkpoint",
+        )
+    tied = config.get("tie_word_embeddings") is True
+    missing = [
+        name
+        for name, rule in rules.items()
+        if name not in files.tensors and (rule.required or (name == "lm_head.weight" and not tied))
+    ]
+    if missing:
+        raise CheckpointError(
+            f"`{source.path}` lacks {len(missing)} of the tensors that its config asks for: {_some(missing)}",
+            "fetch the model again, or set tie_word_embeddings if the head is the embedding"
+            if missing == ["lm_head.weight"]
+            else "fetch the model again; num_hidden_layers may be wrong",
+        )
+    tensors = {}
+    for name, rule in rules.items():
+        tensor = files.tensors.get(name)
+        if tensor is None:
+            continue
+        if tensor.shape != rule.shape:
+            raise CheckpointError(
+                f"tensor `{name}` of `{tensor.path}` has shape {shape_text(tensor.shape)}, the config says "
+                f"{shape_text(rule.shape)} ({', '.join(rule.keys)})",
+                "the config belongs to another checkpoint, or the file is broken",
+            )
+        files.check_readable(name)
+        if len(tensor.shape) == 1 and tensor.format is not None and not tensor.format.is_float:
+            raise UnsupportedModel(f"tensor `{name}` of `{tensor.path}` is a vector stored as {tensor.dtype}")
+        tensors[name] = tensor
+    return tensors
+
+
+def _refuse_quantized(source: Source, config: Mapping[str, object]) -> None:
+    quantization = config.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise UnsupportedModel(
+            f"`{source.path}` is quantized with `{method}`", "use an unquantized safetensors model or a GGUF file"
+        )
+
+
+def _gguf_text(file: gguf.GGUFFile) -> ModelText:
+    built = gguf_tokenizer.build_tokenizer(file)
+    return ModelText(
+        built.json,
+        ChatInfo(template=built.chat_template, special_tokens=built.special_tokens, eos_ids=built.eos_ids),
+    )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:4])
+    return shown + (", ..." if len(names) > 4 else "")
+
+
+def _first_not_finite(values: Array, bf16: bool) -> tuple[int, ...] | None:
+    """The index of the first NaN or infinity, a bounded number of elements at a time."""
+    if values.dtype.kind != "f" and not bf16:
+        return None
+    flat = values.reshape(-1)
+    for start in range(0, flat.size, _CHUNK):
+        chunk = flat[start : start + _CHUNK]
+        good = _bf16_finite(chunk.view(np.uint16)) if bf16 else np.isfinite(chunk)
+        if not good.all():
+            return tuple(int(i) for i in np.unravel_index(start + int(good.argmin()), values.shape))
+    return None
+
+
+def _bf16_finite(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.bool_]:
+    """All ones in bfloat16's exponent are NaN or infinity."""
+    exponents: npt.NDArray[np.uint16] = bits & np.uint16(0x7F80)
+    return exponents < np.uint16(0x7F80)

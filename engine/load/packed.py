@@ -1,0 +1,191 @@
+"""The packed cache: a model's weights in the kernels' layout, mapped from one file.
+
+The first start builds an entry, later ones read its manifest and map the file: nothing is converted or copied, and
+processes share the pages. An entry's key is made of the headers, sizes and times of the source files and of what was
+asked, never of their whole content, so finding it takes milliseconds. A full content hash is kept for `verify`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ...kernels.cpu.pack import LAYOUT_VERSION
+from ...kernels.errors import CheckpointError, UsageError
+from ...kernels.formats import parse_weight_format
+from ...kernels.ops import F32Array, PackedWeight
+from ...quant.formats.safetensors import INDEX_NAME, weight_files
+from ...quant.formats.stored import map_file
+from ..models.arch import DecoderSpec
+from .build import build_entry, remove_abandoned
+from .checkpoint import open_checkpoint
+from .convert import TARGETS
+from .entry import (
+    ENTRY_VERSION,
+    MANIFEST,
+    TOKENIZER,
+    VECTOR,
+    WEIGHTS,
+    BadEntry,
+    Manifest,
+    content_digest,
+    read_chat,
+    read_manifest,
+)
+from .hub import Source
+from .progress import Progress, silent
+from .text import TEXT_FILES, ChatInfo
+
+log = logging.getLogger(__name__)
+
+_HEAD_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedModel:
+    """A model ready to run: `weights` and `vectors` are read-only views of one mapped file, by Hugging Face name.
+
+    Without `lm_head.weight` the head is the embedding. `digest` is the hash of everything the model is made of.
+    """
+
+    name: str
+    spec: DecoderSpec
+    weights: Mapping[str, PackedWeight]
+    vectors: Mapping[str, F32Array]
+    folder: Path
+    chat: ChatInfo
+    digest: str
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.folder / TOKENIZER
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return self.chat.eos_ids
+
+    @property
+    def chat_template(self) -> str:
+        return self.chat.template
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One folder of the cache. `problem` says why it cannot be used, and then the rest is unknown."""
+
+    key: str
+    folder: Path
+    bytes: int
+    name: str = ""
+    source: str = ""
+    dtype: str = ""
+    formats: tuple[str, ...] = ()
+    problem: str = ""
+
+
+def open_packed(
+    source: Source, *, dtype: str = "auto", cache: Path, progress: Progress | None = None
+) -> PackedModel:
+    """The model, its weights mapped from the cache, where they are built first if need be.
+
+    `dtype` float32, float16 or bfloat16 converts every weight, "auto" keeps what is stored.
+    """
+    if dtype not in TARGETS:
+        raise UsageError(f"--dtype is `{dtype}`", f"choose one of: {', '.join(TARGETS)}")
+    packed = cache / "packed"
+    key = entry_key(source, dtype)
+    folder = packed / key
+    for _ in range(2):  # a second time if another process removes the entry just when it is ready
+        if folder.exists():
+            try:
+                return _map(source.name, folder, read_manifest(folder))
+            except BadEntry as error:
+                log.warning("packed weights in %s are rebuilt: %s", folder, error)
+        build_entry(open_checkpoint(source), key, dtype, packed, progress or silent)
+    try:
+        return _map(source.name, folder, read_manifest(folder))
+    except BadEntry as error:
+        raise CheckpointError(f"the packed weights in `{folder}` do not stay whole: {error}") from error
+
+
+def entry_key(source: Source, dtype: str) -> str:
+    """The name of the source's entry: a hash over the head of every file, its size and time, and what was asked."""
+    if source.kind == "gguf":
+        files: tuple[Path, ...] = (source.path,)
+    else:
+        names = (*TEXT_FILES, INDEX_NAME)
+        files = tuple(path for name in names if (path := source.path / name).is_file()) + weight_files(source.path)
+    parts: list[object] = [ENTRY_VERSION, LAYOUT_VERSION, dtype]
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                head = hashlib.sha256(file.read(_HEAD_BYTES)).hexdigest()
+            status = path.stat()
+        except OSError as error:
+            raise CheckpointError(f"cannot read `{path}`: {error.strerror or error}") from error
+        parts.append((path.name, status.st_size, status.st_mtime_ns, head))
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def list_entries(cache: Path) -> tuple[Entry, ...]:
+    """Every entry of the cache, whole or not."""
+    packed = cache / "packed"
+    folders = sorted(path for path in packed.iterdir() if path.name[0] != ".") if packed.is_dir() else []
+    entries = []
+    for folder in folders:
+        size = sum(path.stat().st_size for path in folder.iterdir()) if folder.is_dir() else folder.stat().st_size
+        try:
+            manifest = read_manifest(folder)
+        except BadEntry as error:
+            entries.append(Entry(folder.name, folder, size, problem=str(error)))
+            continue
+        formats = tuple(dict.fromkeys(tensor.format for tensor in manifest.tensors if tensor.format != VECTOR))
+        entries.append(
+            Entry(folder.name, folder, size, manifest.name, manifest.source, manifest.dtype, formats)
+        )
+    return tuple(entries)
+
+
+def verify(entry: Entry) -> bool:
+    """Whether the entry holds, bit for bit, what was built. Reads all of it."""
+    try:
+        manifest = read_manifest(entry.folder)
+        return content_digest(entry.folder, manifest) == manifest.digest
+    except (BadEntry, OSError) as error:
+        log.info("entry %s: %s", entry.key, error)
+        return False
+
+
+def prune(cache: Path, keep: Collection[str] = ()) -> tuple[Entry, ...]:
+    """Remove every entry whose key is not in `keep`, and what crashed builds left; the entries removed.
+
+    A model that is running keeps its mapping of a removed file.
+    """
+    removed = tuple(entry for entry in list_entries(cache) if entry.key not in keep)
+    for entry in removed:
+        (entry.folder / MANIFEST).unlink(missing_ok=True)  # first, so that nobody opens the rest
+        shutil.rmtree(entry.folder, ignore_errors=True)
+    remove_abandoned(cache / "packed")
+    return removed
+
+
+def _map(name: str, folder: Path, manifest: Manifest) -> PackedModel:
+    data = map_file(folder / WEIGHTS)
+    if data.size != manifest.bytes:
+        raise BadEntry(f"weights.bin has {data.size} bytes, expected {manifest.bytes}")
+    weights: dict[str, PackedWeight] = {}
+    vectors: dict[str, F32Array] = {}
+    for tensor in manifest.tensors:
+        view = data[tensor.offset : tensor.offset + tensor.bytes]
+        if tensor.format == VECTOR:
+            vectors[tensor.name] = view.view(np.float32)
+        else:
+            weights[tensor.name] = PackedWeight(parse_weight_format(tensor.format), tensor.n, tensor.k, view)
+    return PackedModel(name, manifest.spec, weights, vectors, folder, read_chat(folder), manifest.digest)

@@ -1,0 +1,165 @@
+"""What a model's files say about text: its tokenizer, chat template, special tokens, stop ids, sampling defaults.
+
+Hugging Face spreads this over half a dozen JSON files, some of them optional and some saying the same thing twice. It
+is read here once, when a model is packed, into one record that everything later reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from ...kernels.errors import CheckpointError
+
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json")
+
+# Every file read here, and config.json, by name.
+TEXT_FILES = (
+    *("config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json"),
+)
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model's makers recommend; None where they say nothing."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+class ChatInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `chat.json`: `template` is empty if the model has none; special tokens by role (`bos_token`)."""
+
+    template: str = ""
+    special_tokens: dict[str, str] = {}
+    eos_ids: tuple[int, ...] = ()
+    defaults: SamplingDefaults = SamplingDefaults()
+
+
+class ModelText(msgspec.Struct, frozen=True):
+    """A whole `tokenizer.json`, and the rest."""
+
+    tokenizer_json: str
+    chat: ChatInfo
+
+
+def check_tokenizer_files(folder: Path) -> None:
+    """Raise CheckpointError if `folder` has no tokenizer at all."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", *_SLOW_TOKENIZERS)):
+        raise CheckpointError(f"`{folder}` has no tokenizer", "copy the model's `tokenizer.json` into the folder")
+
+
+def folder_text(folder: Path, config: Mapping[str, object]) -> ModelText:
+    """The text side of a Hugging Face folder. Loads transformers if there is no tokenizer.json."""
+    path = folder / "tokenizer.json"
+    tokenizer_json = _text(path) if path.is_file() else _convert_tokenizer(folder)
+    tokenizer_config = read_json(folder / "tokenizer_config.json", required=False)
+    generation = read_json(folder / "generation_config.json", required=False)
+    special = _special_tokens(folder, tokenizer_config)
+    eos = _ids(generation, "eos_token_id") or _ids(config, "eos_token_id")
+    named = special.get("eos_token")
+    if named is not None:
+        eos += tuple(index for index in _added_ids(path, tokenizer_json, named) if index not in eos)
+    return ModelText(
+        tokenizer_json,
+        ChatInfo(
+            template=_template(folder, tokenizer_config),
+            special_tokens=special,
+            eos_ids=eos,
+            defaults=_defaults(folder / "generation_config.json", generation),
+        ),
+    )
+
+
+def read_json(path: Path, required: bool = True) -> dict[str, object]:
+    """The object in a JSON file; an empty one if the file is absent and not required."""
+    if not required and not path.is_file():
+        return {}
+    try:
+        value = json.loads(_text(path))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"`{path}` is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"`{path}` holds no JSON object")
+    return value
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except OSError as error:
+        raise CheckpointError(f"cannot read `{path}`: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"`{path}` is not UTF-8: {error}") from error
+
+
+def _convert_tokenizer(folder: Path) -> str:
+    """The tokenizer.json that transformers makes of a slow tokenizer's files."""
+    from transformers import AutoTokenizer  # heavy, and only models without a tokenizer.json need it
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), use_fast=True, local_files_only=True)
+    except Exception as error:  # whatever a converter and its optional dependencies raise
+        raise CheckpointError(
+            f"cannot convert the tokenizer of `{folder}`: {error}", "copy the model's `tokenizer.json` into the folder"
+        ) from error
+    if not tokenizer.is_fast:
+        raise CheckpointError(f"`{folder}` has no `tokenizer.json`, and its tokenizer cannot be converted to one")
+    converted: str = tokenizer.backend_tokenizer.to_str()
+    return converted
+
+
+def _special_tokens(folder: Path, tokenizer_config: Mapping[str, object]) -> dict[str, str]:
+    older = read_json(folder / "special_tokens_map.json", required=False)
+    special = {}
+    for role in _ROLES:
+        value = tokenizer_config[role] if role in tokenizer_config else older.get(role)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            special[role] = content
+    return special
+
+
+def _template(folder: Path, tokenizer_config: Mapping[str, object]) -> str:
+    """The default chat template; its own file wins over tokenizer_config.json."""
+    own = folder / "chat_template.jinja"
+    if own.is_file():
+        return _text(own)
+    value = tokenizer_config.get("chat_template")
+    if isinstance(value, list):  # several, by name
+        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else ""
+
+
+def _ids(source: Mapping[str, object], key: str) -> tuple[int, ...]:
+    value = source.get(key)
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(item) is int and item >= 0 for item in items):
+        raise CheckpointError(f"`{key}` is {value!r}, expected a token id or a list of them")
+    return tuple(dict.fromkeys(items))
+
+
+def _added_ids(path: Path, tokenizer_json: str, content: str) -> tuple[int, ...]:
+    """The id of an added token in a tokenizer.json, none if it is not there."""
+    try:
+        tokenizer = json.loads(tokenizer_json)
+        return tuple(int(item["id"]) for item in tokenizer["added_tokens"] if item["content"] == content)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"`{path}` is no tokenizer.json: {error!r}") from error
+
+
+def _defaults(path: Path, generation: Mapping[str, object]) -> SamplingDefaults:
+    given = {key: generation[key] for key in _DEFAULTS if generation.get(key) is not None}
+    try:
+        return msgspec.convert(given, SamplingDefaults)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"`{path}`: {error}") from error
