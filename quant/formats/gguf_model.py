@@ -212,6 +212,7 @@ def _split_half_rows(tensor: StoredTensor, heads: int) -> npt.NDArray[np.int64]:
     """Rows in the file for rows (head, half, i): (head, i, half)."""
     rows = tensor.shape[0]
     if heads < 1 or rows % (2 * heads):
-        raise CheckpointError(f"tensor `{tensor.name}` of `{tensor.path}` has {rows} rows, no even number per head "
-                              f"of {heads} heads")
+        raise CheckpointError(
+            f"tensor `{tensor.name}` of `{tensor.path}` has {rows} rows, no even number per head of {heads} heads"
+        )
     return np.arange(rows, dtype=np.int64).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
