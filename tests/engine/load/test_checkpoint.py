@@ -1,0 +1,191 @@
+"""Checkpoints are checked before anything is built from them."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from llmctl.engine.load.checkpoint import open_checkpoint
+from llmctl.engine.load.hub import Source
+from llmctl.engine.load.text import SamplingDefaults
+from llmctl.kernels.errors import CheckpointError, UnsupportedModel
+
+
+def opened(folder):
+    return open_checkpoint(Source(folder, "hf", "tiny"))
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_tensors(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def test_every_tensor_is_read_as_transformers_wrote_it(tmp_path, build_model):
+    folder = tmp_path / "m"
+    state = build_model(folder, dtype=torch.bfloat16)
+    checkpoint = opened(folder)
+    assert set(checkpoint.tensors) == set(state) - {"lm_head.weight"}
+    for name in checkpoint.tensors:
+        np.testing.assert_array_equal(checkpoint.read(name).dequantize(), state[name].float().numpy())
+
+
+def test_an_untied_head_and_biases_are_found_in_the_tensors(tmp_path, build_model):
+    folder = tmp_path / "m"
+    state = build_model(folder, transformers.Qwen2Config, tie_word_embeddings=False)
+    assert set(opened(folder).tensors) == set(state)
+    assert "model.layers.0.self_attn.q_proj.bias" in state
+
+
+def test_query_and_key_norms_are_found_in_the_tensors(tmp_path, build_model):
+    folder = tmp_path / "m"
+    build_model(folder, transformers.Qwen3Config)
+    assert opened(folder).tensors["model.layers.1.self_attn.q_norm.weight"].shape == (16,)
+
+
+def test_sharded_checkpoints_open_like_single_ones(tmp_path, build_model):
+    state = build_model(tmp_path / "m", shard="50KB")
+    checkpoint = opened(tmp_path / "m")
+    assert len({tensor.path for tensor in checkpoint.tensors.values()}) > 1
+    name = "model.layers.1.mlp.up_proj.weight"
+    np.testing.assert_array_equal(checkpoint.read(name).data, state[name].numpy())
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensor", "keys"),
+    [
+        ({"num_attention_heads": 8}, "self_attn.q_proj.weight", "num_attention_heads, head_dim, hidden_size"),
+        ({"num_key_value_heads": 1}, "self_attn.k_proj.weight", "num_key_value_heads, head_dim, hidden_size"),
+        ({"intermediate_size": 128}, "mlp.gate_proj.weight", "intermediate_size, hidden_size"),
+        ({"vocab_size": 301}, "model.embed_tokens.weight", "vocab_size, hidden_size"),
+    ],
+)
+def test_a_config_that_disagrees_with_the_tensors_names_both(model_folder, changes, tensor, keys):
+    change_config(model_folder, **changes)
+    with pytest.raises(CheckpointError, match=rf"{tensor}`.*has shape \[.*the config says \[.*\({keys}\)"):
+        opened(model_folder)
+
+
+def test_layers_that_the_config_does_not_count_are_not_left_out(model_folder):
+    change_config(model_folder, num_hidden_layers=1)
+    with pytest.raises(UnsupportedModel, match=r"decoder of 1 layers does not use: `model\.layers\.1"):
+        opened(model_folder)
+
+
+def test_layers_that_are_not_there_are_missed(model_folder):
+    change_config(model_folder, num_hidden_layers=3)
+    with pytest.raises(CheckpointError, match=r"lacks 9 of the tensors.*`model\.layers\.2"):
+        opened(model_folder)
+
+
+def test_a_missing_head_that_is_not_tied_is_missed(model_folder):
+    change_config(model_folder, tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match=r"`lm_head\.weight`") as caught:
+        opened(model_folder)
+    assert "tie_word_embeddings" in caught.value.hint
+
+
+def test_a_tensor_nobody_would_use_is_refused_and_old_rope_buffers_are_not(model_folder):
+    def add_buffer(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+    change_tensors(model_folder, add_buffer)
+    opened(model_folder)
+
+    def add_norm(tensors):
+        tensors["model.layers.0.pre_feedforward_layernorm.weight"] = torch.ones(64)
+
+    change_tensors(model_folder, add_norm)
+    with pytest.raises(UnsupportedModel, match="pre_feedforward_layernorm"):
+        opened(model_folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_the_first_value_that_is_not_finite_is_named(tmp_path, build_model, dtype, value):
+    folder = tmp_path / "m"
+    build_model(folder, dtype=dtype)
+
+    def spoil(tensors):
+        tensors["model.layers.0.mlp.up_proj.weight"][3, 7] = value
+        tensors["model.layers.0.mlp.up_proj.weight"][5, 1] = value
+
+    change_tensors(folder, spoil)
+    checkpoint = opened(folder)
+    checkpoint.read("model.layers.0.mlp.gate_proj.weight")
+    with pytest.raises(CheckpointError, match=r"`model\.layers\.0\.mlp\.up_proj\.weight`.*first at \[3, 7\]"):
+        checkpoint.read("model.layers.0.mlp.up_proj.weight")
+
+
+def test_integer_weights_are_refused_by_name(model_folder):
+    def to_ints(tensors):
+        tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(96, 64, dtype=torch.int8)
+
+    change_tensors(model_folder, to_ints)
+    with pytest.raises(UnsupportedModel, match=r"up_proj\.weight.*I8"):
+        opened(model_folder)
+
+
+def test_quantized_folders_are_refused_with_their_method(model_folder):
+    change_config(model_folder, quantization_config={"quant_method": "awq"})
+    with pytest.raises(UnsupportedModel, match="quantized with `awq`"):
+        opened(model_folder)
+
+
+def test_a_folder_without_tokenizer_is_refused(model_folder):
+    (model_folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="has no tokenizer") as caught:
+        opened(model_folder)
+    assert "tokenizer.json" in caught.value.hint
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", "\ufeff{}", "[" * 100_000])
+def test_a_broken_config_is_an_error(model_folder, content):
+    (model_folder / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        opened(model_folder)
+
+
+def test_text_side_is_gathered_from_all_files(model_folder):
+    (model_folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [0, 2], "temperature": 0.6, "top_p": 0.9, "top_k": 40, "do_sample": True})
+    )
+    chat = opened(model_folder).load_text().chat
+    assert chat.eos_ids == (0, 2)
+    assert chat.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    assert chat.template.startswith("{% for message in messages %}")
+    assert chat.defaults == SamplingDefaults(temperature=0.6, top_p=0.9, top_k=40)
+
+
+def test_the_named_eos_token_ends_texts_too(model_folder):
+    (model_folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+    assert opened(model_folder).load_text().chat.eos_ids == (0, 2)
+    (model_folder / "generation_config.json").unlink()
+    change_config(model_folder, eos_token_id=1)
+    assert opened(model_folder).load_text().chat.eos_ids == (1, 2)
+
+
+def test_a_template_file_wins_and_a_list_has_a_default(model_folder):
+    path = model_folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["chat_template"] = [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]
+    path.write_text(json.dumps(config))
+    assert opened(model_folder).load_text().chat.template == "d"
+    (model_folder / "chat_template.jinja").write_text("own")
+    assert opened(model_folder).load_text().chat.template == "own"
+
+
+@pytest.mark.parametrize("generation", [{"eos_token_id": "2"}, {"eos_token_id": [-1]}, {"temperature": "hot"}])
+def test_wrong_generation_values_are_errors(model_folder, generation):
+    (model_folder / "generation_config.json").write_text(json.dumps(generation))
+    with pytest.raises(CheckpointError):
+        opened(model_folder).load_text()

@@ -1,0 +1,147 @@
+"""Configs of both transformers styles become the same spec, and what cannot be run is refused by name."""
+
+import pytest
+import torch
+import transformers
+
+from llmctl.engine.models.arch import RopeSpec
+from llmctl.engine.models.families import decoder_spec, decoder_tensors, expected_shapes, known_families
+from llmctl.kernels.errors import CheckpointError, UnsupportedModel
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
+CLASSES = {
+    "llama": transformers.LlamaConfig,
+    "mistral": transformers.MistralConfig,
+    "qwen2": transformers.Qwen2Config,
+    "qwen3": transformers.Qwen3Config,
+}
+
+
+def config(family="llama", **changes):
+    return {"model_type": family, **SMALL, **changes}
+
+
+@pytest.mark.parametrize("family", CLASSES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_tensor_of_the_transformers_model_is_expected_with_its_shape(family, tied):
+    built = CLASSES[family](**SMALL, head_dim=16, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(built)
+    rules = decoder_tensors(decoder_spec(built.to_dict()))
+    state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert {name: rules[name].shape for name in state} == state
+    required = {name for name, rule in rules.items() if rule.required}
+    assert required <= set(state)
+    assert required == set(expected_shapes(decoder_spec(built.to_dict())))
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_windows_are_those_of_transformers(family):
+    for window, use, first in ((None, False, 0), (32, True, 1), (32, False, 1), (32, True, 0)):
+        extra = {"use_sliding_window": use, "max_window_layers": first} if "qwen" in family else {}
+        built = CLASSES[family](**SMALL, **({} if family == "llama" else {"sliding_window": window}), **extra)
+        spec = decoder_spec(built.to_dict())
+        if family == "llama":
+            expected = (0, 0, 0)
+        elif family == "mistral":
+            expected = (window or 0,) * 3
+        else:
+            expected = tuple(
+                (built.sliding_window or 0) if kind == "sliding_attention" else 0 for kind in built.layer_types
+            )
+        assert spec.windows == expected
+
+
+def test_qwen_windows_start_at_max_window_layers_without_layer_types():
+    spec = decoder_spec(config("qwen2", use_sliding_window=True, sliding_window=32, max_window_layers=2))
+    assert spec.windows == (0, 0, 32)
+
+
+def test_mistral_without_the_key_has_its_first_window():
+    assert decoder_spec(config("mistral")).windows == (4096,) * 3
+    assert decoder_spec(config("mistral", sliding_window=None)).windows == (0,) * 3
+
+
+def test_both_styles_of_rope_config_mean_the_same():
+    llama3 = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    expected = RopeSpec(
+        theta=5e5, kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=64
+    )
+    old = config(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **llama3})
+    oldest = config(rope_theta=5e5, rope_scaling={"type": "llama3", **llama3})
+    new = config(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **llama3})
+    assert [decoder_spec(item).rope for item in (old, oldest, new)] == [expected] * 3
+    assert decoder_spec(config(rope_theta=5e5, rope_scaling=None)).rope == RopeSpec(theta=5e5)
+    layered = config(rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 7.0}})
+    assert decoder_spec(layered).rope == RopeSpec(theta=7.0)
+
+
+def test_defaults_of_the_families_are_used():
+    assert decoder_spec(config()).head_dim == 16
+    assert decoder_spec(config("qwen3")).head_dim == 128
+    assert decoder_spec({k: v for k, v in config().items() if k != "num_key_value_heads"}).num_kv_heads == 4
+    assert decoder_spec(config(head_dim=None)).head_dim == 16
+    assert decoder_spec(config(hidden_act="gelu_pytorch_tanh")).activation == "gelu_tanh"
+
+
+def test_an_unknown_family_lists_those_known():
+    with pytest.raises(UnsupportedModel, match=r"`mamba`.*MambaForCausalLM") as caught:
+        decoder_spec({"model_type": "mamba", "architectures": ["MambaForCausalLM"]})
+    assert caught.value.hint == f"known: {', '.join(known_families())}"
+    with pytest.raises(UnsupportedModel):
+        decoder_spec({})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "activation `gelu`"),
+        ({"hidden_act": ["silu"]}, "activation"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type `yarn`"),
+        ({"rope_parameters": {"a": {"rope_theta": 1.0}, "b": {"rope_theta": 2.0}}}, "differ between layer types"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"model_type": "qwen2", "layer_types": ["linear_attention"] * 3}, "`linear_attention`"),
+    ],
+)
+def test_what_the_decoder_cannot_do_is_refused(changes, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        decoder_spec({**config(), **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 0}, "`hidden_size` in the config is 0"),
+        ({"hidden_size": "64"}, "`hidden_size`"),
+        ({"hidden_size": True}, "`hidden_size`"),
+        ({"hidden_size": None}, "has no `hidden_size`"),
+        ({"num_hidden_layers": 10**9}, "`num_hidden_layers`"),
+        ({"num_attention_heads": 3}, "no multiple of num_key_value_heads"),
+        ({"head_dim": 15}, "head_dim is 15"),
+        ({"rms_norm_eps": -1.0}, "`rms_norm_eps`"),
+        ({"rms_norm_eps": float("nan")}, "`rms_norm_eps`"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "has no `factor`"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"model_type": "mistral", "layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        ({"model_type": "mistral", "layer_types": 3}, "layer_types"),
+        ({"rope_parameters": {"rope_type": "factors", "factors": [1.0]}}, "1 rope factors, expected 8"),
+        ({"rope_parameters": {"rope_type": "factors", "factors": [0.0] * 8}}, "no positive number"),
+    ],
+)
+def test_values_that_make_no_sense_are_named(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        decoder_spec({**config(), **changes})
