@@ -1,0 +1,46 @@
+"""Which format a checkpoint folder's Linears are stored in.
+
+The config is looked for where one tool after another has put it; the tool that wrote it is named by the config itself
+or, in the oldest files, by the file's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...kernels.errors import UnsupportedModel
+from . import awq, compressed_tensors, gptq
+from .fields import Config, read_object, read_text
+from .linear import LinearFormat
+
+_PLACES = (("quantize_config.json", "gptq"), ("quant_config.json", "awq"), ("hf_quant_config.json", "modelopt"))
+_DETECTORS: tuple[Callable[[Config], LinearFormat | None], ...] = (awq.detect, gptq.detect, compressed_tensors.detect)
+
+
+def find_config(config: Config, read_json: Callable[[str], Config | None]) -> Config | None:
+    """The quantization config of a checkpoint, None if it is not quantized.
+
+    config     the content of config.json
+    read_json  the content of another JSON file in the folder, None if there is no such file
+    """
+    for key in ("quantization_config", "compression_config"):
+        if config.get(key) is not None:
+            return read_object(config, key)
+    for name, method in _PLACES:
+        found = read_json(name)
+        if found is not None:
+            return found if "quant_method" in found else {**found, "quant_method": found.get("method", method)}
+    return None
+
+
+def detect_format(quantization: Config) -> LinearFormat:
+    """The format that a quantization config describes; UnsupportedModel if it cannot be read here."""
+    for detect in _DETECTORS:
+        found = detect(quantization)
+        if found is not None:
+            return found
+    method = read_text(quantization, "quant_method", default="")
+    raise UnsupportedModel(
+        f"the model is quantized with `{method or 'an unnamed method'}`",
+        "supported: AWQ, GPTQ and compressed-tensors with integer weights, and GGUF files",
+    )

@@ -1,0 +1,126 @@
+"""Activation-aware weight quantization (Lin et al., arXiv 2306.00978), from second moments.
+
+Multiplying column j of a weight by s[j] and dividing its input by s[j] changes nothing, but moves the rounding error
+away from inputs that matter. The division is folded into whatever produces the input, so that the result is an ordinary
+checkpoint. Scales are tried of the form rms(x)^a / mean|w|^b, as AutoAWQ does; a candidate is judged by the error of
+the outputs, tr(E M E^T) with M the inputs' second moment, which is exact where AutoAWQ samples tokens. No scaling is
+always a candidate, so the search is never worse than rounding to nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...kernels.formats import WeightFormat
+from ..observe import InputStats, output_error
+from ..tensor import WeightTensor
+from .clip import search_range
+from .grid import Grid, full_range, grouped, make_grid, to_tensor
+
+_COARSE = tuple(i / 10 for i in range(11))
+_FINE = (-0.05, 0.05)
+_ROWS = 2048  # outputs of a Linear by which candidates are judged, evenly spread: all of them share the scales
+_LIMIT = 1e3  # scales stay within 1 / _LIMIT .. _LIMIT, so that a norm divided by them stays within float16
+
+
+def search_scales(
+    weights: Sequence[torch.Tensor], stats: InputStats, format: WeightFormat, shared: tuple[int, int] | None = None
+) -> torch.Tensor:
+    """float32 [k]: the scales with which these Linears, which read the same inputs, lose least; all ones at worst.
+
+    Linears count by their error relative to their outputs' energy, so that none drowns the others. `shared` is
+    (heads per KV head, head_dim) where the inputs are attention's outputs: heads that read one value head get the same
+    scales, because these are folded into that head.
+    """
+    judge = _Judge(weights, stats, format)
+    rms, magnitude = stats.rms, _mean_magnitude(weights, format)
+
+    def attempt(exponent: float, by_weight: bool) -> tuple[float, float, bool]:
+        return judge.loss(_scales(rms, magnitude, exponent, by_weight, shared)), exponent, by_weight
+
+    coarse = min(attempt(exponent, by_weight) for by_weight in (False, True) for exponent in _COARSE)
+    _, exponent, by_weight = min(coarse, *(attempt(coarse[1] + step, coarse[2]) for step in _FINE))
+    best = _scales(rms, magnitude, exponent, by_weight, shared)
+    return best if judge.confirms(best) else torch.ones_like(best)
+
+
+def quantize(weight: torch.Tensor, stats: InputStats, format: WeightFormat, search_clip: bool = True) -> WeightTensor:
+    """The weight [n, k], already scaled, rounded with the range of each group searched for the least output error.
+
+    `stats` are of the inputs that the scaled weight gets. Each output keeps the searched ranges only if they serve the
+    output as a whole: the search judges groups one by one.
+    """
+    weights = grouped(weight, format)
+    plain = make_grid(*full_range(weights), format)
+    if not search_clip:
+        return to_tensor(weights, plain, format)
+    group = format.group
+    blocks = [stats.moment[i : i + group, i : i + group] for i in range(0, weight.shape[1], group)]
+    searched = search_range(weights, torch.stack(blocks), format)
+    errors = [output_error((grid.nearest(weights) - weights).flatten(1), stats) for grid in (searched, plain)]
+    keep = (errors[0] < errors[1])[:, None, None]
+    grid = Grid(torch.where(keep, searched.scale, plain.scale), torch.where(keep, searched.zero, plain.zero))
+    return to_tensor(weights, grid, format)
+
+
+def scaled_stats(stats: InputStats, scales: torch.Tensor) -> InputStats:
+    """The statistics of the same inputs divided by `scales`."""
+    return InputStats(stats.moment / scales / scales[:, None], stats.rows)
+
+
+class _Judge:
+    """The loss of scales: the relative output error, summed over Linears."""
+
+    def __init__(self, weights: Sequence[torch.Tensor], stats: InputStats, format: WeightFormat) -> None:
+        self.stats, self.format = stats, format
+        self.weights = weights
+        self.sampled = [weight[:: -(-weight.shape[0] // _ROWS)] for weight in weights]
+
+    def loss(self, scales: torch.Tensor) -> float:
+        """By a sample of the outputs."""
+        return sum(self._relative_error(weight, scales) for weight in self.sampled)
+
+    def confirms(self, scales: torch.Tensor) -> bool:
+        """Whether all outputs together lose no more than without scales."""
+        if all(sample.shape == weight.shape for sample, weight in zip(self.sampled, self.weights)):
+            return True
+        plain = torch.ones_like(scales)
+        losses = [sum(self._relative_error(weight, s) for weight in self.weights) for s in (scales, plain)]
+        return losses[0] <= losses[1]
+
+    def _relative_error(self, weight: torch.Tensor, scales: torch.Tensor) -> float:
+        error = energy = 0.0
+        for rows in torch.split(weight, _ROWS):
+            exact = rows.float()
+            weights = grouped(exact * scales, self.format)
+            rounded = make_grid(*full_range(weights), self.format).nearest(weights).flatten(1) / scales
+            error += float(output_error(rounded - exact, self.stats).sum())
+            energy += float(output_error(exact, self.stats).sum())
+        return error / energy if energy > 0 else 0.0
+
+
+def _mean_magnitude(weights: Sequence[torch.Tensor], format: WeightFormat) -> torch.Tensor:
+    """float32 [k]: the mean over all outputs of |w| relative to the largest of its group."""
+    total = torch.zeros(weights[0].shape[1])
+    for weight in weights:
+        for rows in torch.split(weight, _ROWS):
+            magnitude = grouped(rows, format).abs()
+            total += (magnitude / magnitude.amax(-1, keepdim=True).clamp(min=1e-12)).flatten(1).sum(0)
+    return total / sum(weight.shape[0] for weight in weights)
+
+
+def _scales(
+    rms: torch.Tensor, magnitude: torch.Tensor, exponent: float, by_weight: bool, shared: tuple[int, int] | None
+) -> torch.Tensor:
+    """The candidate rms^exponent, over magnitude^(1 - exponent) if `by_weight`, around 1; dead inputs get 1."""
+    log = exponent * rms.clamp(min=1e-12).log()
+    if by_weight:
+        log -= (1 - exponent) * magnitude.clamp(min=1e-12).log()
+    alive = (rms > 0) & (magnitude > 0)
+    log = torch.where(alive, log - log[alive].mean(), 0.0) if bool(alive.any()) else torch.zeros_like(log)
+    if shared is not None:
+        heads, head_dim = shared
+        log = log.reshape(-1, heads, head_dim).mean(1, keepdim=True).expand(-1, heads, -1).reshape(-1)
+    return log.exp().clamp(1 / _LIMIT, _LIMIT)
