@@ -54,6 +54,7 @@ def test_the_default_model_gives_the_greedy_tokens_of_transformers(tmp_path: Pat
     from llmctl.engine.llm import LLM
     from llmctl.engine.request import SamplingParams
 
+    torch.set_num_threads(1)  # beside our own pool, torch's would spin for cores it does not get
     source = resolve("", environment=environment())
     oracle = load_transformers(source)
     greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
