@@ -215,7 +215,7 @@ def _quantize(
             if known is not None and scheme.method == "awq":
                 method, tensor = "awq", awq.quantize(weight, known, own, scheme.search_clip)
             else:
-                method, tensor = "rtn", rtn.quantize(weight, own, scheme.search_clip)
+                method, tensor = "rtn", rtn.quantize(weight, own)
             stored = torch.from_numpy(tensor.dequantize())
             reports.append(LinearReport(name, method, _relative_error(stored - weight, weight, known)))
             linear.weight.data = stored

@@ -25,7 +25,7 @@ class Scheme:
 
     group_size         the largest group of inputs that may share a scale, -1 for one group per output
     symmetric          zero point 8 everywhere instead of one per group
-    search_clip        whether the range of each group is searched, or reaches from its smallest to its largest weight
+    search_clip        for awq: whether the range of each group is searched, or reaches over all its weights
     strict_group_size  whether a group size that does not divide every Linear is an error
     """
 

@@ -9,7 +9,7 @@ always a candidate, so the search is never worse than rounding to nearest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -71,34 +71,37 @@ def scaled_stats(stats: InputStats, scales: torch.Tensor) -> InputStats:
 
 
 class _Judge:
-    """The loss of scales: the relative output error, summed over Linears."""
+    """The loss of scales: the output error relative to the outputs' energy, summed over Linears."""
 
     def __init__(self, weights: Sequence[torch.Tensor], stats: InputStats, format: WeightFormat) -> None:
-        self.stats, self.format = stats, format
-        self.weights = weights
+        self.stats, self.format, self.weights = stats, format, weights
         self.sampled = [weight[:: -(-weight.shape[0] // _ROWS)] for weight in weights]
+        self.energies = [_by_rows(weight, lambda rows: output_error(rows, stats)) for weight in self.sampled]
 
     def loss(self, scales: torch.Tensor) -> float:
         """By a sample of the outputs."""
-        return sum(self._relative_error(weight, scales) for weight in self.sampled)
+        errors = [self._error(weight, scales) for weight in self.sampled]
+        return sum(error / energy for error, energy in zip(errors, self.energies) if energy > 0)
 
     def confirms(self, scales: torch.Tensor) -> bool:
-        """Whether all outputs together lose no more than without scales."""
+        """Whether all outputs together lose no more than without scales, where `loss` saw a part of them."""
         if all(sample.shape == weight.shape for sample, weight in zip(self.sampled, self.weights)):
             return True
         plain = torch.ones_like(scales)
-        losses = [sum(self._relative_error(weight, s) for weight in self.weights) for s in (scales, plain)]
-        return losses[0] <= losses[1]
+        return all(self._error(weight, scales) <= self._error(weight, plain) for weight in self.weights)
 
-    def _relative_error(self, weight: torch.Tensor, scales: torch.Tensor) -> float:
-        error = energy = 0.0
-        for rows in torch.split(weight, _ROWS):
-            exact = rows.float()
-            weights = grouped(exact * scales, self.format)
+    def _error(self, weight: torch.Tensor, scales: torch.Tensor) -> float:
+        def error(rows: torch.Tensor) -> torch.Tensor:
+            weights = grouped(rows * scales, self.format)
             rounded = make_grid(*full_range(weights), self.format).nearest(weights).flatten(1) / scales
-            error += float(output_error(rounded - exact, self.stats).sum())
-            energy += float(output_error(exact, self.stats).sum())
-        return error / energy if energy > 0 else 0.0
+            return output_error(rounded - rows, self.stats)
+
+        return _by_rows(weight, error)
+
+
+def _by_rows(weight: torch.Tensor, error: Callable[[torch.Tensor], torch.Tensor]) -> float:
+    """The sum of an error over all outputs, a bounded number of them at a time."""
+    return sum(float(error(rows.float()).sum()) for rows in torch.split(weight, _ROWS))
 
 
 def _mean_magnitude(weights: Sequence[torch.Tensor], format: WeightFormat) -> torch.Tensor:

@@ -14,7 +14,8 @@ def quantize(weight: torch.Tensor, format: WeightFormat, search_clip: bool = Fal
     """The weight [n, k] with every element at the nearest point of its group's grid.
 
     The grid reaches from the group's smallest to its largest weight, or, with `search_clip`, over the range that gives
-    the least squared error of the weights.
+    the least squared error of the weights. That is not always the better model: large weights tend to matter most
+    (SmolLM2-135M, 4 bits, groups of 64: KL to the original 0.34 without, 0.37 with it).
     """
     weights = grouped(weight, format)
     grid = search_range(weights, None, format) if search_clip else make_grid(*full_range(weights), format)

@@ -47,7 +47,7 @@ def test_awq_walk_is_closer_to_the_model_than_rounding() -> None:
     exact = run([TinyBlock(i) for i in range(BLOCKS)])
     errors = {}
     for method in ("rtn", "awq"):
-        blocks = walk(Scheme(method, group_size=32, search_clip=method == "awq"))
+        blocks = walk(Scheme(method, group_size=32))
         assert all(set(block.linears) == {"gate", "up", "down"} for block in blocks)
         assert all(set(block.rest) == {"norm.weight", "up.bias"} for block in blocks)
         out = run([rebuilt(i, block) for i, block in enumerate(blocks)])

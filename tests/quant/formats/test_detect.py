@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from llmctl.kernels.errors import CheckpointError, UnsupportedModel
@@ -43,3 +46,12 @@ def test_an_unknown_method_is_refused_by_name() -> None:
 def test_a_config_of_wrong_types_is_an_error_that_shows_the_value(value: object) -> None:
     with pytest.raises(CheckpointError, match="bits"):
         detect_format({"quant_method": "gptq", "bits": value, "group_size": 128})
+
+
+def test_reading_and_writing_formats_loads_no_torch() -> None:
+    code = (
+        "import sys\nfrom llmctl.quant.formats import detect, safetensors_write\n"
+        "print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "set()"
