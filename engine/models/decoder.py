@@ -48,7 +48,7 @@ class Limits:
 class Decoder:
     """`program.replay()` computes `logits` [max_logit_rows, vocabulary padded to panels] for the rows in the batch.
 
-    `ops` in the order in which they run; `kinds` says what each one is, the same in every layer: "norm", "linear q_proj".
+    `ops` are in the order in which they run; `kinds` says what each is, alike in every layer ("norm", "linear q_proj").
     """
 
     program: Program
