@@ -43,7 +43,8 @@ class Transformers:
     async def send(self, item: Item) -> AsyncGenerator[Piece, None]:
         """See Target."""
         assert form_of(item.prompt) == "ids", "the worker has no tokenizer"
-        if self._process.returncode is not None:
+        assert self._reader is not None, "not loaded yet"
+        if self._reader.done():
             raise LlmctlError(f"transformers has ended: {self.last_words()}")
         number, happened = next(self._ids), asyncio.Queue[bool | None]()
         self._open[number] = happened
