@@ -46,10 +46,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoder:
-    """`program.replay()` computes `logits` [max_logit_rows, vocabulary padded to panels] for the rows in the batch."""
+    """`program.replay()` computes `logits` [max_logit_rows, vocabulary padded to panels] for the rows in the batch.
+
+    `ops` are in the order in which they run; `kinds` says what each is, alike in every layer ("norm", "linear q_proj").
+    """
 
     program: Program
     ops: tuple[Op, ...]
+    kinds: tuple[str, ...]
     logits: F32Array
     hidden: F32Array
 
@@ -87,6 +91,7 @@ class _Builder:
         self.spec, self.weights, self.vectors = spec, weights, vectors
         self.batch, self.kv, self.limits, self.kernels = batch, kv, limits, kernels
         self.ops: list[Op] = []
+        self.kinds: list[str] = []
         self.acts: dict[tuple[str, tuple[WeightFormat, ...]], Act] = {}
         self.buffers: dict[str, F32Array] = {}
 
@@ -103,9 +108,9 @@ class _Builder:
         logits = make_rows(spec.vocab_size, self.limits.max_logit_rows)
         act = make_act(spec.hidden_size, self.limits.max_logit_rows, self.limits.threads, (head.format,))
         self.norm("model.norm", hidden, act, logit_rows_only=True)
-        self.add("linear", LinearArgs(self.batch, act, head, None, logits, False, True))
+        self.add("linear", LinearArgs(self.batch, act, head, None, logits, False, True), "lm_head")
         program = registry.record(self.ops, self.batch, kernels=self.kernels)
-        return Decoder(program, tuple(self.ops), logits, hidden)
+        return Decoder(program, tuple(self.ops), tuple(self.kinds), logits, hidden)
 
     def attention(self, layer: int, hidden: F32Array, cos: F32Array, sin: F32Array) -> None:
         spec, name, kv = self.spec, f"model.layers.{layer}.self_attn", self.kv[layer]
@@ -165,7 +170,10 @@ class _Builder:
         bias = self.vectors.get(f"{name}.bias")
         if bias is not None:
             bias = np.pad(bias, (0, -len(bias) % 16))
-        self.add("linear", LinearArgs(self.batch, act, self.weights[f"{name}.weight"], bias, out, add, False))
+        args = LinearArgs(self.batch, act, self.weights[f"{name}.weight"], bias, out, add, False)
+        self.add("linear", args, name.rpartition(".")[2])
 
-    def add(self, op: str, args: registry.StepArgs) -> None:
-        self.ops.extend(registry.bind(op, args, kernels=self.kernels))
+    def add(self, op: str, args: registry.StepArgs, part: str = "") -> None:
+        bound = registry.bind(op, args, kernels=self.kernels)
+        self.ops.extend(bound)
+        self.kinds.extend([f"{op} {part}".rstrip()] * len(bound))
