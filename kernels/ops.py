@@ -169,11 +169,15 @@ class KVLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbedArgs:
-    """out[row] = dequantized weight[token[row]], weight [vocab, hidden]; packed like a linear: it may be the head."""
+    """out[row] = dequantized weight[token[row]] * scale; the weight, [vocab, hidden], may be the head's too.
+
+    It is packed like a linear's. `scale` is rounded to float32 first.
+    """
 
     batch: Batch
     weight: PackedWeight
     out: F32Array
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,6 +193,17 @@ class NormArgs:
     eps: float
     act: Act
     logit_rows_only: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormAddArgs:
+    """out[r] += x[r] / sqrt(mean(x[r]^2) + eps) * weight, over the batch's rows; the width is that of `weight`."""
+
+    batch: Batch
+    x: F32Array
+    weight: F32Array
+    eps: float
+    out: F32Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
-import numpy as np
 
 from ...kernels.cpu.pack import LAYOUT_VERSION, pack, packed_bytes
 from ...kernels.errors import CapacityError, CheckpointError
@@ -184,9 +183,9 @@ def _write_tensors(
 
 
 def _packed(checkpoint: Checkpoint, tensor: PackedTensor, dtype: str) -> Array:
-    weight = checkpoint.read(tensor.name)
     if tensor.format == VECTOR:
-        return np.ascontiguousarray(weight.dequantize())
+        return checkpoint.read_vector(tensor.name)
+    weight = checkpoint.read(tensor.name)
     weight = convert(tensor.name, weight, target_format(weight.format, dtype))
     return pack(weight.format, weight.data, weight.scales, weight.zeros)
 

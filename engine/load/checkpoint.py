@@ -6,6 +6,7 @@ the decoder would use is an error here: each of them would otherwise become a mo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,9 +20,11 @@ from ...quant.formats import gguf, gguf_model, gguf_tokenizer, safetensors
 from ...quant.formats.stored import StoredTensor, shape_text
 from ...quant.tensor import Array, WeightTensor
 from ..models.arch import DecoderSpec
-from ..models.families import decoder_spec, decoder_tensors
+from ..models.families import LanguagePart, decoder_spec, decoder_tensors, language_part
 from .hub import Source
 from .text import ChatInfo, ModelText, check_tokenizer_files, folder_text, read_json
+
+log = logging.getLogger(__name__)
 
 _CHUNK = 1 << 22
 _UNUSED = (".rotary_emb.inv_freq",)  # stored by old writers, always recomputed
@@ -60,6 +63,30 @@ class Checkpoint:
                 )
         return weight
 
+    def read_vector(self, name: str) -> npt.NDArray[np.float32]:
+        """The norm or bias as float32, norms with the spec's offset added.
+
+        It is added here, once: transformers adds it to the same float32 value at every use.
+        """
+        values = np.ascontiguousarray(self.read(name).dequantize())
+        return values + np.float32(self.spec.norm_offset) if name.endswith("norm.weight") else values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LanguageFiles:
+    """The tensors of the decoder inside a model of several parts, named as if it were alone."""
+
+    tensors: Mapping[str, StoredTensor]
+    files: TensorFiles
+
+    def check_readable(self, name: str) -> None:
+        """Raise what `read` would."""
+        self.files.check_readable(self.tensors[name].name)
+
+    def read(self, name: str) -> WeightTensor:
+        """The tensor as stored."""
+        return self.files.read(self.tensors[name].name)
+
 
 def open_checkpoint(source: Source) -> Checkpoint:
     """The checkpoint with its config and headers read and checked against each other."""
@@ -77,13 +104,14 @@ def open_checkpoint(source: Source) -> Checkpoint:
         check_tokenizer_files(folder)
         files = safetensors.open_files(folder)
         load_text = partial(folder_text, folder, config)
+        part = language_part(config)
+        if part is not None:
+            files, config = _language_files(source, files, part), part.config
     spec = decoder_spec(config)
-    return Checkpoint(source, config, spec, _check_tensors(source, config, spec, files), files, load_text)
+    return Checkpoint(source, config, spec, _check_tensors(source, spec, files), files, load_text)
 
 
-def _check_tensors(
-    source: Source, config: Mapping[str, object], spec: DecoderSpec, files: TensorFiles
-) -> dict[str, StoredTensor]:
+def _check_tensors(source: Source, spec: DecoderSpec, files: TensorFiles) -> dict[str, StoredTensor]:
     """The decoder's tensors in its order, each present, readable and of the shape the config says."""
     rules = decoder_tensors(spec)
     unknown = [name for name in files.tensors if name not in rules and not name.endswith(_UNUSED)]
@@ -93,12 +121,7 @@ def _check_tensors(
             f"not use: {_some(unknown)}",
             "the model is of another family, or its config is for another checkpoint",
         )
-    tied = config.get("tie_word_embeddings") is True
-    missing = [
-        name
-        for name, rule in rules.items()
-        if name not in files.tensors and (rule.required or (name == "lm_head.weight" and not tied))
-    ]
+    missing = [name for name, rule in rules.items() if rule.required and name not in files.tensors]
     if missing:
         raise CheckpointError(
             f"`{source.path}` lacks {len(missing)} of the tensors that its config asks for: {_some(missing)}",
@@ -122,6 +145,13 @@ def _check_tensors(
             raise UnsupportedModel(f"tensor `{name}` of `{tensor.path}` is a vector stored as {tensor.dtype}")
         tensors[name] = tensor
     return tensors
+
+
+def _language_files(source: Source, files: TensorFiles, part: LanguagePart) -> LanguageFiles:
+    named = {name: part.name(name) for name in files.tensors}
+    left_out = sum(own is None for own in named.values())
+    log.info("%s: text only, %d tensors of its other parts are left out", source.name, left_out)
+    return LanguageFiles({own: files.tensors[name] for name, own in named.items() if own is not None}, files)
 
 
 def _refuse_quantized(source: Source, config: Mapping[str, object]) -> None:

@@ -21,7 +21,7 @@ from ...kernels.formats import parse_weight_format
 from ..models.arch import DecoderSpec
 from .text import ChatInfo
 
-ENTRY_VERSION = 1
+ENTRY_VERSION = 2
 ALIGNMENT = 64
 VECTOR = "vector"  # the format of what is no matrix
 WEIGHTS, MANIFEST, TOKENIZER, CHAT = "weights.bin", "manifest.json", "tokenizer.json", "chat.json"

@@ -25,6 +25,7 @@ from ..ops import (
     KVCopyArgs,
     KVLayer,
     LinearArgs,
+    NormAddArgs,
     NormArgs,
     Op,
     PackedWeight,
@@ -89,7 +90,7 @@ def accepts_embed(args: EmbedArgs) -> str | None:
 
 
 def build_embed(args: EmbedArgs) -> tuple[_cpu.Op, ...]:
-    return (_cpu.embed(_batch(args.batch), _weight(args.weight), _rows(args.out), args),)
+    return (_cpu.embed(_batch(args.batch), _weight(args.weight), _rows(args.out), args.scale, args),)
 
 
 def accepts_norm(args: NormArgs) -> str | None:
@@ -101,6 +102,17 @@ def build_norm(args: NormArgs) -> tuple[_cpu.Op, ...]:
     weight = _vector(args.weight, args.act.k, "norm weight")
     x, act = _rows(args.x), _act(args.act)
     return (_cpu.norm(_batch(args.batch), x, weight, args.eps, act, args.logit_rows_only, args),)
+
+
+def accepts_norm_add(args: NormAddArgs) -> str | None:
+    """None: any width is fine."""
+    return None
+
+
+def build_norm_add(args: NormAddArgs) -> tuple[_cpu.Op, ...]:
+    width = args.weight.size
+    weight, x, out = _vector(args.weight, width, "norm weight"), _rows(args.x), _rows(args.out)
+    return (_cpu.norm_add(_batch(args.batch), x, weight, width, args.eps, out, args),)
 
 
 def accepts_linear(args: LinearArgs) -> str | None:

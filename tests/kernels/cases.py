@@ -20,6 +20,7 @@ from llmctl.kernels.ops import (
     KVCopyArgs,
     KVLayer,
     LinearArgs,
+    NormAddArgs,
     NormArgs,
     PackedWeight,
     RopeStoreArgs,
@@ -114,18 +115,19 @@ def act_outputs(act: Act, rows: int) -> dict[str, np.ndarray]:
     return found
 
 
-def embed_case(format: WeightFormat, rows: int, vocab: int, hidden: int) -> Case:
+def embed_case(format: WeightFormat, rows: int, vocab: int, hidden: int, scale: float = 1.0) -> Case:
     def make() -> EmbedArgs:
         rng = np.random.default_rng(rows)
         batch, _ = random_batch(rng, rows)
         batch.token[:rows] = rng.integers(0, vocab, rows)
         batch.token[0] = vocab - 1
-        return EmbedArgs(batch, random_weight(format, vocab, hidden, rng), random_rows(rng, hidden))
+        return EmbedArgs(batch, random_weight(format, vocab, hidden, rng), random_rows(rng, hidden), scale)
 
     def outputs(args: EmbedArgs) -> dict[str, np.ndarray]:
         return {"out": args.out[:rows, :hidden], "rest": args.out[rows:, :hidden]}
 
-    return Case("embed", f"{format.name}-m{rows}-{vocab}x{hidden}", "exact", make, outputs)
+    name = f"{format.name}-m{rows}-{vocab}x{hidden}{f'-x{scale:.4g}' * (scale != 1)}"
+    return Case("embed", name, "exact", make, outputs)
 
 
 def norm_case(rows: int, k: int, logit_rows_only: bool) -> Case:
@@ -144,6 +146,19 @@ def norm_case(rows: int, k: int, logit_rows_only: bool) -> Case:
         return act_outputs(args.act, int(args.batch.counts[2 if logit_rows_only else 0]))
 
     return Case("norm", f"m{rows}-k{k}{'-logits' * logit_rows_only}", "f32", make, outputs)
+
+
+def norm_add_case(rows: int, width: int) -> Case:
+    def make() -> NormAddArgs:
+        rng = np.random.default_rng(rows + width)
+        batch, _ = random_batch(rng, rows)
+        weight = rng.uniform(0.5, 1.5, width).astype(np.float32)
+        return NormAddArgs(batch, random_rows(rng, width, 3.0), weight, 1e-6, random_rows(rng, width))
+
+    def outputs(args: NormAddArgs) -> dict[str, np.ndarray]:
+        return {"out": args.out[:rows, :width], "rest": args.out[rows:]}
+
+    return Case("norm_add", f"m{rows}-{width}", "f32", make, outputs)
 
 
 def linear_case(
@@ -272,6 +287,7 @@ def all_cases() -> Iterator[Case]:
     for format in (*floats, *integers, *whole):
         k = 100 if format.kind == "f32" else 384
         yield embed_case(format, 3, 37, k)
+        yield embed_case(format, 7, 37, k, 640**0.5)
         for rows in (1, 2, 3, 7, 33):
             yield linear_case(format, rows, 50, k)
         yield linear_case(format, 7, 17, k, bias=True)
@@ -281,10 +297,12 @@ def all_cases() -> Iterator[Case]:
     for k in (1, 7, 9, 33):
         yield linear_case(floats[0], 5, 20, k)
         yield norm_case(5, k, False)
+        yield norm_add_case(5, k)
         yield act_mul_case(5, k, "silu")
     for rows in (1, 2, 3, 7, 33):
         for logits in (False, True):
             yield norm_case(rows, 576, logits)
+        yield norm_add_case(rows, 576)
         for activation in ("silu", "gelu_tanh"):
             yield act_mul_case(rows, 192, activation)
     for rows, kind, block_size in ((1, "f32", 8), (2, "f16", 16), (7, "bf16", 16), (33, "f16", 64), (3, "f32", 64)):

@@ -28,6 +28,7 @@ SPEC = DecoderSpec(
     context_length=4096,
     norm_eps=1e-5,
     rope=RopeSpec(),
+    tied_head=True,
 )
 SIZE = PackedSize(1 << 20, {"f32": 1, "int4g32": 14})
 
