@@ -24,14 +24,13 @@ class WorkloadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What a dataset does when nothing is said; `num_prompts` 0 is all there are. `paired_rounds` is beside a peer."""
+    """What a dataset does when nothing is said; `num_prompts` 0 is all there are."""
 
     num_prompts: int
     prompt_tokens: int
     output_tokens: int
     ignore_eos: bool
     max_concurrency: int
-    paired_rounds: int = 3
 
 
 DEFAULTS = {
@@ -39,7 +38,7 @@ DEFAULTS = {
     "random": Defaults(16, 128, 64, True, 16),
     "jsonl": Defaults(0, 0, 128, False, 16),
     "sharegpt": Defaults(32, 0, 0, False, 16),
-    "pg19": Defaults(3, 5000, 64, True, 1, paired_rounds=2),
+    "pg19": Defaults(3, 5000, 64, True, 1),
 }
 
 

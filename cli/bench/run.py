@@ -37,6 +37,8 @@ from .targets import InProcess, Target
 from .transformers_target import start_transformers
 from .workload import Workload, form_of
 
+PAIRED_ROUNDS = 2  # beside a peer: each goes first once
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -165,7 +167,7 @@ def _plan(options: Options) -> Plan:
     return Plan(
         load=Load(limit, asked.request_rate, asked.burstiness),
         num_warmups=asked.num_warmups,
-        rounds=asked.rounds or (defaults.paired_rounds if options.target.against else 1),
+        rounds=asked.rounds or (PAIRED_ROUNDS if options.target.against else 1),
         timeout_s=asked.timeout_s,
         seed=options.workload.seed,
         salt=asked.salt,

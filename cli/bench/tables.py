@@ -111,7 +111,7 @@ def _counted(result: BenchResult, report: Report) -> str:
         f"{result.timed_out} timed out (limit {report.load.timeout_s:g} s)",
         *((f"{result.unfinished} unfinished",) if result.unfinished else ()),
         f"{result.output_tokens} output tokens (by {result.token_source})",
-        f"prompt tokens from a cache: {cached}",
+        f"{'unknown' if result.prompt_tokens is None else result.prompt_tokens} prompt tokens, {cached} from a cache",
     ]
     if result.goodput is not None:
         parts.append(f"goodput {result.goodput:.2f} requests/s")

@@ -102,7 +102,7 @@ def test_table_has_headline_latencies_and_what_was_asked(console, serve):
     for name in ("TTFT", "ITL", "TPOT", "E2E"):
         assert name in text
     assert "6 answered in 2.10 s; 0 failed; 0 timed out (limit 600 s)" in text
-    assert "prompt tokens from a cache: 0" in text and "goodput 2.86 requests/s" in text
+    assert "600 prompt tokens, 0 from a cache" in text and "goodput 2.86 requests/s" in text
     assert "texts: sentences of common words; seed 0; salt " in text
     assert "no tokenizer was named" in console.stderr.getvalue()
 
