@@ -31,7 +31,9 @@ def model(folder):
 
 def greedy(model, prompt, count):
     ids = torch.tensor([prompt])
-    out = model.generate(ids, do_sample=False, min_new_tokens=count, max_new_tokens=count, pad_token_id=0)
+    settings = transformers.GenerationConfig(do_sample=False, max_new_tokens=count, pad_token_id=0)  # and no EOS
+    model.generation_config.eos_token_id = None
+    out = model.generate(ids, generation_config=settings)
     return out[0, len(prompt) :].tolist()
 
 
