@@ -125,10 +125,11 @@ class DecoderBlock(nn.Module):
         mixed = self.self_attn(self.input_layernorm(x), positions, attend)
         if self.sandwich:
             x = x + self.post_attention_layernorm(mixed)
-            x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
-            return x
-        x = x + mixed
-        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+            fed = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        else:
+            x = x + mixed
+            fed = self.mlp(self.post_attention_layernorm(x))
+        out: torch.Tensor = x + fed
         return out
 
     @property
