@@ -16,6 +16,7 @@ from .workload import SALT_TOKENS, Item, form_of
 
 FAILURES = 0.05  # of all requests: beyond it the rest ran on a machine with less to do
 SHOWN = 3
+BUSY = 0.5  # runnable processes per core
 CLOCK_SLACK_S = 1e-6  # a timer may fire early by the resolution of the clock
 
 # Prompt tokens per request that a prefix cache may serve although the prompt is salted: the salt itself, by luck; what
@@ -24,7 +25,7 @@ UNSALTED = {"ids": SALT_TOKENS, "text": 2 * SALT_TOKENS, "chat": 96}
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """Something wrong with a backend's figures."""
+    """Something wrong with the figures of a backend, or of all if `backend` is empty."""
 
     guard: str
     backend: str
@@ -47,6 +48,14 @@ def check(result: BenchResult, rounds: Sequence[Round], items: Sequence[Item], *
     if done:
         found += _client(result, rounds, done)
     return tuple(Finding(guard, result.backend, message, refuses) for guard, message, refuses in found)
+
+
+def busy(load_average: float, cores: int) -> tuple[Finding, ...]:
+    """Whether others kept the machine busy when the run began."""
+    if load_average < BUSY * cores:
+        return ()
+    message = f"the load was {load_average:.1f} on {cores} cores when the run began: other work takes part of the time"
+    return (Finding("busy machine", "", message, False),)
 
 
 def _failures(seen: Sequence[Observation], done: Sequence[Observation]) -> Iterable[tuple[str, str, bool]]:

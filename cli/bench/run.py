@@ -27,6 +27,7 @@ from ...kernels.device import default_threads, read_machine
 from .build import Asked
 from .dataset_options import DEFAULTS, WorkloadOptions
 from .datasets import build
+from .guards import busy
 from .http_target import CHAT, COMPLETIONS, Endpoint, OpenAIServer, find_model, join_url, make_client
 from .load_shape import Load
 from .made import ordinary_tokens
@@ -86,9 +87,10 @@ async def run(options: Options, progress: Progress) -> Report:
         plan = _plan(options)
         measured = await measure(targets, workload, plan, pool, progress)
     refused = measured.refused and not options.report.allow_tainted
+    machine = read_machine()
     provenance = Provenance(
         started=started.isoformat(timespec="seconds"),
-        machine=read_machine(),
+        machine=machine,
         system=platform.platform(),
         versions=versions(peers=bool(options.target.against)),
         model=side.model,
@@ -102,7 +104,7 @@ async def run(options: Options, progress: Progress) -> Report:
         load=_load_facts(plan),
         results=() if refused else measured.results,
         ratios=() if refused else measured.ratios,
-        findings=measured.findings,
+        findings=(*busy(before[0], machine.cores), *measured.findings),
         partial=measured.partial,
         refused=refused,
         rounds=measured.rounds,

@@ -6,13 +6,18 @@ from collections.abc import Sequence
 
 from ..console import Console
 from .measures import BenchResult, Spread
-from .report import Ratio, Report, WorkloadFacts
+from .report import Report, WorkloadFacts
 
 GB = 1e9
 
-_HEADLINE = (
-    "framework", ">tokens/s", ">ms/token", ">memory GB", ">requests/s", ">total tokens/s", ">TTFT ms", ">TPOT ms",
-)  # fmt: skip
+_HEADLINE = ("framework", ">tokens/s", ">ms/token", ">memory GB", ">TTFT ms", ">TPOT ms")
+_RATIO_NAMES = {
+    "tokens_per_sec": "tokens/s",
+    "peak_pss_bytes": "memory",
+    "ttft_ms": "TTFT",
+    "tpot_ms": "TPOT",
+    "e2e_ms": "E2E",
+}
 _LATENCY = ("latency in ms", ">mean", ">p50", ">p90", ">p95", ">p99", ">max")
 
 
@@ -20,10 +25,9 @@ def show(console: Console, report: Report) -> None:
     """Print the headline and the latencies of every backend, or only the findings if they refuse a headline."""
     title = _title(report)
     if report.results:
-        rows = [_headline(result) for result in report.results]
+        console.table(_HEADLINE, [_headline(result) for result in report.results], title)
         if report.ratios:
-            rows.append(_ratio_row(report))
-        console.table(_HEADLINE, rows, title)
+            console.table((f"ratio to {report.ratios[0].against}", ">median", ">low", ">high"), _ratios(report))
         for result in report.results:
             console.table((f"{result.backend}, {_LATENCY[0]}", *_LATENCY[1:]), _latencies(result))
             console.data(_counted(result, report))
@@ -32,7 +36,8 @@ def show(console: Console, report: Report) -> None:
     for note in report.workload.notes:
         console.say(f"note: {note}")
     for finding in report.findings:
-        console.say(f"{finding.guard}: {finding.backend}: {finding.message}", "bold red" if finding.refuses else "bold")
+        backend = f"{finding.backend}: " if finding.backend else ""
+        console.say(f"{finding.guard}: {backend}{finding.message}", "bold red" if finding.refuses else "bold")
 
 
 def _title(report: Report) -> str:
@@ -65,26 +70,19 @@ def _headline(result: BenchResult) -> list[str]:
         f"{result.tokens_per_sec:.1f}",
         f"{1000 / result.tokens_per_sec:.1f}" if result.tokens_per_sec else "-",
         "-" if memory is None else f"{memory / GB:.2f}",
-        f"{result.qps:.2f}",
-        "-" if result.total_tokens_per_sec is None else f"{result.total_tokens_per_sec:.1f}",
         _mean(result.ttft_ms),
         _mean(result.tpot_ms),
     ]
 
 
-def _ratio_row(report: Report) -> list[str]:
-    by_name = {ratio.measure: ratio for ratio in report.ratios}
-    speed = by_name.get("tokens_per_sec")
-    columns: tuple[Ratio | None, ...] = (
-        speed, None, by_name.get("peak_pss_bytes"), by_name.get("qps"), None, by_name.get("ttft_ms"),
-        by_name.get("tpot_ms"),
-    )  # fmt: skip
-    cells = ["" if ratio is None else _ratio(ratio, report.load.rounds) for ratio in columns]
-    return [f"ratio to {report.ratios[0].against}", *cells]
-
-
-def _ratio(ratio: Ratio, rounds: int) -> str:
-    return f"{ratio.median:.2f}x" + (f" ({ratio.low:.2f}-{ratio.high:.2f})" if rounds > 1 else "")
+def _ratios(report: Report) -> list[list[str]]:
+    """A row per ratio that says something of its own: requests/s is that of tokens/s where all answers are complete."""
+    found = {ratio.measure: ratio for ratio in report.ratios}
+    return [
+        [name, *(f"{value:.2f}x" for value in (found[measure].median, found[measure].low, found[measure].high))]
+        for measure, name in _RATIO_NAMES.items()
+        if measure in found
+    ]
 
 
 def _latencies(result: BenchResult) -> list[list[str]]:
@@ -105,8 +103,9 @@ def _cells(values: Spread | None) -> Sequence[str]:
 
 def _counted(result: BenchResult, report: Report) -> str:
     cached = "unknown" if result.cached_tokens is None else str(result.cached_tokens)
+    total = "" if result.total_tokens_per_sec is None else f", {result.total_tokens_per_sec:.1f} tokens/s with prompts"
     parts = [
-        f"{result.num_requests} answered in {result.elapsed_sec:.2f} s",
+        f"{result.num_requests} answered in {result.elapsed_sec:.2f} s ({result.qps:.2f} requests/s{total})",
         f"{result.failed} failed",
         f"{result.timed_out} timed out (limit {report.load.timeout_s:g} s)",
         *((f"{result.unfinished} unfinished",) if result.unfinished else ()),

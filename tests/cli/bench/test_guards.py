@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from llmctl.cli.bench.guards import check
+from llmctl.cli.bench.guards import busy, check
 from llmctl.cli.bench.http_target import CHAT
 from llmctl.cli.bench.measures import summarize
 from llmctl.cli.bench.workload import Item
@@ -96,3 +96,9 @@ def test_client_that_cannot_keep_up_is_told_and_at_worst_refuses(bombard):
 
 def test_requests_that_were_sent_late_are_told(findings):
     assert findings(lambda _: Answer(), request_rate=100.0, max_concurrency=1) == [("schedule", False)]
+
+
+def test_machine_that_others_keep_busy_is_told():
+    assert busy(0.9, 2) == ()
+    (finding,) = busy(3.0, 2)
+    assert finding.guard == "busy machine" and not finding.refuses and "3.0 on 2 cores" in finding.message

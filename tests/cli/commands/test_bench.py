@@ -97,11 +97,11 @@ def test_table_has_headline_latencies_and_what_was_asked(console, serve):
     assert app.run([*URL, "--max-concurrency", "2", "--goodput", "ttft:500"], console) == ExitCode.OK
     text = console.stdout.getvalue()
     head = next(line for line in text.splitlines() if "framework" in line)
-    assert head.split()[:7] == ["framework", "tokens/s", "ms/token", "memory", "GB", "requests/s", "total"]
+    assert head.split() == ["framework", "tokens/s", "ms/token", "memory", "GB", "TTFT", "ms", "TPOT", "ms"]
     assert "mock:8000" in text and "31.4" in text, "66 tokens in 2.1 s"
     for name in ("TTFT", "ITL", "TPOT", "E2E"):
         assert name in text
-    assert "6 answered in 2.10 s; 0 failed; 0 timed out (limit 600 s)" in text
+    assert "6 answered in 2.10 s (2.86 requests/s, 317.1 tokens/s with prompts); 0 failed; 0 timed out" in text
     assert "600 prompt tokens, 0 from a cache" in text and "goodput 2.86 requests/s" in text
     assert "texts: sentences of common words; seed 0; salt " in text
     assert "no tokenizer was named" in console.stderr.getvalue()
@@ -202,7 +202,7 @@ def test_own_engine_answers_in_full_and_its_memory_is_seen(console, folder):
     assert result.peak_pss_bytes > 1 << 20
     assert all(seen.streamed_tokens == seen.output_tokens == 5 for run in found.rounds for seen in run.observations)
     assert found.provenance.engine.fingerprint.startswith("llmctl-")
-    assert [finding for finding in found.findings if finding.guard not in ("client", "schedule")] == []
+    assert [finding for finding in found.findings if finding.guard not in ("client", "schedule", "busy machine")] == []
 
 
 def test_prompts_without_salt_come_from_the_cache_in_the_second_round(console, folder):
