@@ -228,7 +228,7 @@ class RopeStoreArgs:
 
     q [rows, heads * head_dim], k and v [rows, kv_heads * head_dim] (rows padded to panels), in place.
     Rotation pairs dimension i with i + head_dim / 2: (a, b) -> (a cos - b sin, b cos + a sin).
-    cos, sin: float32 [max_positions, head_dim / 2].
+    cos, sin: float32 [max_positions, head_dim / 2], or both None for no rotation.
     """
 
     batch: Batch
@@ -238,8 +238,8 @@ class RopeStoreArgs:
     q_norm: F32Array | None
     k_norm: F32Array | None
     norm_eps: float
-    cos: F32Array
-    sin: F32Array
+    cos: F32Array | None
+    sin: F32Array | None
     num_heads: int
     q_scale: float
     kv: KVLayer

@@ -127,9 +127,10 @@ def _write_entry(checkpoint: Checkpoint, key: str, dtype: str, folder: Path, pro
         name=checkpoint.source.name,
         source=str(checkpoint.source.path.resolve()),
         dtype=dtype,
+        implementation=checkpoint.implementation,
         spec=checkpoint.spec,
         tensors=tensors,
-        bytes=max(tensor.offset + tensor.bytes for tensor in tensors),
+        bytes=max((tensor.offset + tensor.bytes for tensor in tensors), default=HEADER_BYTES),
         text_bytes=(len(tokenizer_json), len(chat_json)),
     )
     (folder / TOKENIZER).write_bytes(tokenizer_json)

@@ -41,7 +41,11 @@ class TensorFiles(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """`tensors` are those the decoder uses, in its order; `load_text` may be slow (it converts old tokenizers)."""
+    """`tensors` are those the decoder uses, in its order; `load_text` may be slow (it converts old tokenizers).
+
+    implementation  what computes the model: our decoder, or another that reads the weights itself, and then there are
+                    no tensors here
+    """
 
     source: Source
     config: Mapping[str, object]
@@ -49,6 +53,7 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
     files: TensorFiles
     load_text: Callable[[], ModelText]
+    implementation: str = "llmctl"
 
     def read(self, name: str) -> WeightTensor:
         """The tensor, all of it finite; CheckpointError names the first NaN or infinity."""

@@ -135,8 +135,11 @@ def accepts_rope_store(args: RopeStoreArgs) -> str | None:
 def build_rope_store(args: RopeStoreArgs) -> tuple[_cpu.Op, ...]:
     kv = args.kv
     half = kv.head_dim // 2
-    if args.cos.shape != args.sin.shape or args.cos.shape[1] != half:
-        raise ValueError(f"cos {args.cos.shape} and sin {args.sin.shape} are not both [positions, {half}]")
+    tables = [table for table in (args.cos, args.sin) if table is not None]
+    shapes = [table.shape for table in tables]
+    if len(tables) == 1 or len(set(shapes)) > 1 or any(shape[1] != half for shape in shapes):
+        raise ValueError(f"cos and sin are not both [positions, {half}] or both None: {shapes}")
+    cos, sin = (_address(table, np.float32) for table in tables) if tables else (0, 0)
     native = _cpu.rope_store(
         _batch(args.batch),
         _rows(args.q),
@@ -145,8 +148,8 @@ def build_rope_store(args: RopeStoreArgs) -> tuple[_cpu.Op, ...]:
         0 if args.q_norm is None else _vector(args.q_norm, kv.head_dim, "query norm"),
         0 if args.k_norm is None else _vector(args.k_norm, kv.head_dim, "key norm"),
         args.norm_eps,
-        _address(args.cos, np.float32),
-        _address(args.sin, np.float32),
+        cos,
+        sin,
         args.num_heads,
         args.q_scale,
         _kv(args.kv, args.batch),

@@ -51,7 +51,7 @@ struct RopeStoreArgs {
   const float* q_norm;  // [head_dim] or null
   const float* k_norm;
   float norm_eps;
-  const float* cos;  // [max_positions, head_dim / 2]
+  const float* cos;  // [max_positions, head_dim / 2], or both null: no rotation
   const float* sin;
   int num_heads;
   float q_scale;

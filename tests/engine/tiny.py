@@ -62,6 +62,23 @@ FAMILIES: dict[str, transformers.PretrainedConfig] = {
     "qwen3": transformers.Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=False),
 }
 
+# Decoders that only transformers has: rotated in part, with other norms, with learned positions, with experts.
+FOREIGN: dict[str, transformers.PretrainedConfig] = {
+    "gpt-neox": transformers.GPTNeoXConfig(
+        **{k: v for k, v in SHAPE.items() if k != "num_key_value_heads"}, tie_word_embeddings=False
+    ),
+    "olmo2": transformers.Olmo2Config(**SHAPE, tie_word_embeddings=False),
+    "gpt2": transformers.GPT2Config(
+        **{k: v for k, v in SHAPE.items() if k not in ("num_key_value_heads", "intermediate_size")}
+    ),
+    "cohere2": transformers.Cohere2Config(
+        **{**SHAPE, "num_hidden_layers": 3},
+        sliding_window=24,
+        layer_types=["sliding_attention"] * 2 + ["full_attention"],
+    ),
+    "mixtral": transformers.MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+}
+
 
 def write_tokenizer(folder: Path) -> None:
     """A byte-level tokenizer without merges: one token per byte, three special tokens in front."""
@@ -80,7 +97,7 @@ def write_tokenizer(folder: Path) -> None:
 
 def write_checkpoint(folder: Path, family: str, seed: int = 7, dtype: torch.dtype = torch.float32) -> Path:
     """A random model of this family with every tensor away from its trivial value (norms and biases too)."""
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family])
+    model = transformers.AutoModelForCausalLM.from_config((FAMILIES | FOREIGN)[family])
     randomize(model, seed)
     model.to(dtype).save_pretrained(folder)
     write_tokenizer(folder)

@@ -196,7 +196,7 @@ def random_kv(
 
 
 def rope_store_case(
-    rows: int, heads: int, kv_heads: int, head_dim: int, block_size: int, kind: str, *, norm: bool
+    rows: int, heads: int, kv_heads: int, head_dim: int, block_size: int, kind: str, *, norm: bool, turn: bool = True
 ) -> Case:
     def make() -> RopeStoreArgs:
         rng = np.random.default_rng(rows + heads)
@@ -212,8 +212,8 @@ def rope_store_case(
             norms[0] if norm else None,
             norms[1] if norm else None,
             1e-6,
-            np.cos(angles).astype(np.float32),
-            np.sin(angles).astype(np.float32),
+            np.cos(angles).astype(np.float32) if turn else None,
+            np.sin(angles).astype(np.float32) if turn else None,
             heads,
             head_dim**-0.5,
             kv,
@@ -224,7 +224,7 @@ def rope_store_case(
         arena = torch.from_numpy(args.kv.arena).view(stored).float().numpy()
         return {"q": args.q[:rows, : heads * head_dim], "arena": arena}
 
-    name = f"m{rows}-h{heads}x{kv_heads}x{head_dim}-b{block_size}-{kind}{'-norm' * norm}"
+    name = f"m{rows}-h{heads}x{kv_heads}x{head_dim}-b{block_size}-{kind}{'-norm' * norm}{'-still' * (not turn)}"
     return Case("rope_store", name, "kv_" + kind, make, outputs)
 
 
@@ -309,6 +309,7 @@ def all_cases() -> Iterator[Case]:
         for heads, kv_heads, head_dim in ((2, 2, 8), (3, 1, 16), (9, 3, 64), (7, 1, 80), (6, 2, 128)):
             for norm in (False, True):
                 yield rope_store_case(rows, heads, kv_heads, head_dim, block_size, kind, norm=norm)
+            yield rope_store_case(rows, heads, kv_heads, head_dim, block_size, kind, norm=rows == 7, turn=False)
             yield attend_case(rows, heads, kv_heads, head_dim, block_size, kind)
         for window in (1, 5, 64, 300):
             yield attend_case(rows, 9, 3, 64, block_size, kind, window=window, far=290)

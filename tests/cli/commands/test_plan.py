@@ -15,6 +15,7 @@ from llmctl.engine.models.arch import DecoderSpec, RopeSpec
 from llmctl.engine.models.families import expected_shapes
 from llmctl.kernels.cpu.pack import packed_bytes
 from llmctl.kernels.formats import F16, F32, WeightFormat
+from tests.engine.tiny import write_checkpoint
 
 SPEC = DecoderSpec(
     family="llama",
@@ -97,6 +98,16 @@ def test_plan_of_a_folder_counts_its_weights(console, checkpoint):
     assert report["weight_formats"] == {"f16": 15}
     assert report["max_model_len"] == 4096
     assert report["num_blocks"] == 3 * 4096 // 32
+
+
+def test_plan_of_a_decoder_that_only_transformers_has(console, tmp_path):
+    folder = write_checkpoint(tmp_path, "olmo2")
+    assert app.run(["plan", str(folder), "--json", "--dtype", "bfloat16"], console) == ExitCode.OK
+    report = json.loads(console.stdout.getvalue())
+    assert report["weight_formats"] == {"bf16": 16} and report["max_model_len"] == 512
+    assert report["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 2
+    state = safetensors.numpy.load_file(folder / "model.safetensors").values()
+    assert report["weight_bytes"] == sum(tensor.size * (2 if tensor.ndim == 2 else 4) for tensor in state)
 
 
 def test_plan_that_does_not_fit_names_what_would(console, checkpoint):
