@@ -114,7 +114,7 @@ def build(folder: Path, dtype: str, batch: Batch, kv: Mapping[int, KVLayer], lim
     logits = make_rows(traced.vocab_size, limits.max_logit_rows)
     threads = 1 if _only_small_parts_left(model) else limits.threads
     program = _Program(model, batch, logits, traced.vocab_size, threads)
-    return Decoder(program=program, ops=(), logits=logits, hidden=make_rows(1, 1))
+    return Decoder(program=program, ops=(), kinds=(), logits=logits, hidden=make_rows(1, 1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
