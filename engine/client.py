@@ -302,7 +302,8 @@ class ProcessClient:
         self._commands.put(command)
         with self._wake_lock:
             if self._running:
-                self._sender.send(b"")
+                with contextlib.suppress(zmq.Again):  # full of calls that were not answered yet: one more says nothing
+                    self._sender.send(b"", zmq.NOBLOCK)
 
     def _await_ready(self, progress: Progress | None, cancelled: threading.Event) -> EngineInfo:
         while True:

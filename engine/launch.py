@@ -40,7 +40,7 @@ def launch(config: EngineConfig, *, process: bool = False, progress: Progress | 
 
 
 def face(client: EngineClient, config: EngineConfig, template: str | None = None) -> Frontend:
-    """The text face of a client's engine: the tokenizer of the model it runs, and its chat template or the one given."""
+    """The text face of a client's engine: its model's tokenizer, and its chat template or the one given."""
     return Frontend(client, Tokenizer(Path(client.info.folder), template), config.seed)
 
 
