@@ -26,9 +26,11 @@ from .commands.chat import chat
 from .commands.doctor import doctor
 from .commands.models import models
 from .commands.plan import plan
+from .commands.serve import serve
 from .console import Console, terminal
 from .exits import ExitCode, exit_code
 from .expand import expand
+from .foreign import why_not
 
 # Typer hands on one of Click's errors, from Click itself or from its own copy; the base class of that one is the error
 # for every mistake on a command line.
@@ -52,7 +54,7 @@ def root(
         bool, typer.Option("--debug", help="Show tracebacks and debug logs; may stand anywhere on the line.")
     ] = False,
 ) -> None:
-    """Chat with language models on this machine, and see beforehand what fits and what will run."""
+    """Chat with language models on this machine, serve them, and see beforehand what fits and what will run."""
     console: Console = context.obj
     if version:
         console.data(f"llmctl {__version__}")
@@ -65,6 +67,7 @@ def root(
 
 app.command()(expand(chat))
 app.command()(expand(bench))
+app.command()(expand(serve))
 app.command()(expand(plan))
 app.command()(expand(doctor))
 app.add_typer(models, name="models")
@@ -147,5 +150,7 @@ def _explain(error: typer.BadParameter) -> tuple[str, str]:
         known = cast(typer.core.TyperGroup, context.command).list_commands(context)
     else:
         known = [name for option in context.command.params for name in (*option.opts, *option.secondary_opts)]
+    if kind == "option" and (reason := why_not(word)):
+        return f"option `{word}` has no meaning here", reason
     near = difflib.get_close_matches(word, known, n=1)
     return f"no such {kind} `{word}`", f"did you mean `{near[0]}`?" if near else help_hint

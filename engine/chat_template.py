@@ -56,6 +56,14 @@ def render(
         ) from error
 
 
+def check_template(template: str) -> None:
+    """Raise UsageError if the template does not compile."""
+    try:
+        _compiled(template)
+    except _ERRORS as error:
+        raise UsageError(f"the chat template does not compile: {error}") from error
+
+
 class _Generation(jinja2.ext.Extension):
     """`{% generation %} ... {% endgeneration %}` renders what is inside."""
 

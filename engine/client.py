@@ -5,6 +5,7 @@ Outputs are handed to the request's callback on the client's own thread; a callb
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import queue
@@ -46,6 +47,8 @@ from .request import FinishReason, Output, Request
 log = logging.getLogger(__name__)
 
 OnOutput = Callable[[Output], None]
+
+CLOSE_S = 10.0  # how long an engine process may take to end when it is told to, before it is killed
 
 
 class EngineClient(Protocol):
@@ -124,20 +127,30 @@ class _Tickets:
 
     def __init__(self) -> None:
         self._next = itertools.count()
+        self._lock, self._closed = threading.Lock(), False
         self._waiting: dict[int, queue.SimpleQueue[EngineStats | None]] = {}
 
     def open(self) -> tuple[int, queue.SimpleQueue[EngineStats | None]]:
         ticket, answer = next(self._next), queue.SimpleQueue[EngineStats | None]()
-        self._waiting[ticket] = answer
+        with self._lock:
+            if self._closed:
+                answer.put(None)
+            else:
+                self._waiting[ticket] = answer
         return ticket, answer
 
     def answer(self, event: Stats) -> None:
-        if (waiting := self._waiting.pop(event.ticket, None)) is not None:
+        with self._lock:
+            waiting = self._waiting.pop(event.ticket, None)
+        if waiting is not None:
             waiting.put(event.stats)
 
     def close(self) -> None:
-        while self._waiting:
-            self._waiting.popitem()[1].put(None)
+        """Answer None to all that wait, and to all that come."""
+        with self._lock:
+            self._closed = True
+            while self._waiting:
+                self._waiting.popitem()[1].put(None)
 
 
 class LocalClient:
@@ -169,7 +182,7 @@ class LocalClient:
         """See EngineClient."""
         ticket, answer = self._tickets.open()
         self._commands.put(GetStats(ticket))
-        return _stats_or_raise(answer, self._open) if self._thread.is_alive() else _raise(self._open)
+        return _stats_or_raise(answer, self._open)
 
     def close(self) -> None:
         """See EngineClient."""
@@ -205,13 +218,23 @@ class LocalClient:
 
 
 class ProcessClient:
-    """Runs the engine in a process of its own and reaches it over a fresh local socket."""
+    """Runs the engine in a process of its own and reaches it over a fresh local socket.
 
-    def __init__(self, config: EngineConfig, epoch: int = 1, progress: Progress | None = None) -> None:
+    The constructor waits until the model is loaded; setting `cancelled` makes it give up and raise EngineDead.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        epoch: int = 1,
+        progress: Progress | None = None,
+        cancelled: threading.Event | None = None,
+    ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="llmctl-"))
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
         address = f"ipc://{self._folder}/engine"
         self._socket.bind(address)
         self._wake = f"inproc://wake-{id(self)}"
@@ -222,7 +245,7 @@ class ProcessClient:
             [sys.executable, "-m", f"{__package__}.worker", address, str(epoch), settings], stdin=subprocess.DEVNULL
         )
         try:
-            self.info = self._await_ready(progress)
+            self.info = self._await_ready(progress, cancelled or threading.Event())
         except BaseException:
             self._process.terminate()
             self._release()
@@ -259,25 +282,34 @@ class ProcessClient:
     def stats(self) -> EngineStats:
         """See EngineClient."""
         ticket, answer = self._tickets.open()
-        if not self._thread.is_alive():
-            return _raise(self._open)
         self._send(GetStats(ticket))
         return _stats_or_raise(answer, self._open)
 
     def close(self) -> None:
-        """See EngineClient."""
+        """See EngineClient. An engine that does not end by itself is killed."""
         self._send(Shutdown())
-        self._thread.join()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            log.warning("the engine process did not end within %g s and is killed", CLOSE_S)
+            self._process.kill()
+            self._thread.join()
+
+    def kill(self) -> None:
+        """Stop the engine process at once; open requests are told that it ended."""
+        self._process.kill()
 
     def _send(self, command: Command) -> None:
         self._commands.put(command)
         with self._wake_lock:
             if self._running:
-                self._sender.send(b"")
+                with contextlib.suppress(zmq.Again):  # full of calls that were not answered yet: one more says nothing
+                    self._sender.send(b"", zmq.NOBLOCK)
 
-    def _await_ready(self, progress: Progress | None) -> EngineInfo:
+    def _await_ready(self, progress: Progress | None, cancelled: threading.Event) -> EngineInfo:
         while True:
-            while not self._socket.poll(200):
+            while not self._socket.poll(200) or cancelled.is_set():
+                if cancelled.is_set():
+                    raise EngineDead("the engine was stopped while it was loading")
                 if (code := self._process.poll()) is not None and not self._socket.poll(0):
                     raise EngineDead(f"the engine process ended with exit code {code} while it was loading")
             match self._decoder.decode(self._socket.recv()):
@@ -304,7 +336,8 @@ class ProcessClient:
             while not self._commands.empty():
                 command = self._commands.get()
                 closing = closing or isinstance(command, Shutdown)
-                self._socket.send(self._encoder.encode(command))
+                with contextlib.suppress(zmq.Again):  # there is no limit to what may wait: the other side is gone
+                    self._socket.send(self._encoder.encode(command), zmq.NOBLOCK)
             if self._socket in ready and not self._receive():
                 continue
             if (code := self._process.poll()) is not None and not self._socket.poll(0):

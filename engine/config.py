@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -77,6 +77,7 @@ class Environment:
     model: str  # LLMCTL_MODEL: the model when none is named
     cache: Path  # LLMCTL_CACHE, else XDG_CACHE_HOME/llmctl, else ~/.cache/llmctl
     offline: bool  # HF_HUB_OFFLINE
+    api_key: str = field(default="", repr=False)  # LLMCTL_API_KEY: what clients of a server must show
 
 
 def environment() -> Environment:
@@ -85,4 +86,6 @@ def environment() -> Environment:
     if base is None:
         base = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "llmctl")
     offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
-    return Environment(os.environ.get("LLMCTL_MODEL", ""), Path(base), offline)
+    return Environment(
+        os.environ.get("LLMCTL_MODEL", ""), Path(base), offline, os.environ.get("LLMCTL_API_KEY", "").strip()
+    )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ..kernels.errors import CapacityError, UsageError
-from .client import EngineClient
+from .client import EngineClient, OnOutput
 from .messages import EngineInfo, EngineStats
 from .request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
 from .schedule.sequence import mix_seed
@@ -127,31 +127,55 @@ class Frontend:
         self, prompt: str | Sequence[int], sampling: SamplingParams, *, request_id: str | None = None
     ) -> Generator[TextDelta, None, None]:
         """Text as it is generated, for all n sequences, until each has ended. Closing the iterator aborts them."""
-        request = self.request(prompt, sampling, request_id=request_id)
         outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
-        assembler = TextAssembler(request, self.tokenizer)
-        self.client.submit(request, outputs.put)
-        return self._deltas(request, outputs, assembler)
+        return _deltas(self.open(self.request(prompt, sampling, request_id=request_id), outputs.put), outputs)
 
-    def _deltas(
-        self, request: Request, outputs: queue.SimpleQueue[Output], assembler: TextAssembler
-    ) -> Generator[TextDelta, None, None]:
-        try:
-            while not assembler.finished:
-                output = outputs.get()
-                delta = assembler.push(output)
-                if delta is None:
-                    continue
-                if delta.finish is not None and output.finish is None:
-                    self.client.abort(request.id, output.index)
-                yield delta
-        finally:
-            if not assembler.finished:
-                self.client.abort(request.id)
+    def open(self, request: Request, on_output: OnOutput) -> Generation:
+        """Submit a request of `request`; `on_output` carries what comes back to where `Generation.take` is called."""
+        generation = Generation(self.client, request, self.tokenizer)
+        self.client.submit(request, on_output)
+        return generation
 
     def close(self) -> None:
         """Stop the engine."""
         self.client.close()
+
+
+class Generation:
+    """A submitted request on its way back to text, whoever carries its outputs: a queue, an event loop.
+
+    Not thread-safe: `take` and `close` are for one thread.
+    """
+
+    def __init__(self, client: EngineClient, request: Request, tokenizer: Tokenizer) -> None:
+        self.request = request
+        self._client, self._assembler = client, TextAssembler(request, tokenizer)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sequence has ended."""
+        return self._assembler.finished
+
+    def take(self, output: Output) -> TextDelta | None:
+        """The delta that this output makes, if any. A sequence that a stop string ends is ended in the core too."""
+        delta = self._assembler.push(output)
+        if delta is not None and delta.finish is not None and output.finish is None:
+            self._client.abort(output.request_id, output.index)
+        return delta
+
+    def close(self) -> None:
+        """Abort what has not ended."""
+        if not self.finished:
+            self._client.abort(self.request.id)
+
+
+def _deltas(generation: Generation, outputs: queue.SimpleQueue[Output]) -> Generator[TextDelta, None, None]:
+    try:
+        while not generation.finished:
+            if (delta := generation.take(outputs.get())) is not None:
+                yield delta
+    finally:
+        generation.close()
 
 
 @dataclass(slots=True)

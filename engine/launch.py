@@ -37,7 +37,12 @@ def launch(config: EngineConfig, *, process: bool = False, progress: Progress | 
     else:
         engine, info = build_engine(config, epoch=new_epoch(), progress=progress)
         client = LocalClient(engine, info)
-    return Frontend(client, Tokenizer(Path(client.info.folder)), config.seed)
+    return face(client, config)
+
+
+def face(client: EngineClient, config: EngineConfig, template: str | None = None) -> Frontend:
+    """The text face of a client's engine: its model's tokenizer, and its chat template or the one given."""
+    return Frontend(client, Tokenizer(Path(client.info.folder), template), config.seed)
 
 
 def build_engine(

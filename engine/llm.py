@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..kernels.errors import UsageError
 from .config import EngineConfig
-from .frontend import TextAssembler
+from .frontend import Generation
 from .launch import launch
 from .request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
 from .tokenizer import Tokenizer
@@ -134,21 +134,20 @@ class LLM:
 
     def _run(self, requests: list[Request], names: list[str | None]) -> Iterator[RequestOutput]:
         client, outputs = self.frontend.client, queue.SimpleQueue[Output]()
-        collectors = {request.id: _Collector(request, self.frontend.tokenizer) for request in requests}
-        open_ids = set(collectors)
+        collectors: dict[str, _Collector] = {}
         try:
             for request in requests:
-                client.submit(request, outputs.put)
+                collectors[request.id] = _Collector(self.frontend.open(request, outputs.put))
+            open_ids = set(collectors)
             while open_ids:
                 output = outputs.get()
                 collector = collectors[output.request_id]
-                if collector.push(output):
-                    client.abort(output.request_id, output.index)
-                if collector.finished:
+                collector.push(output)
+                if collector.generation.finished:
                     open_ids.discard(output.request_id)
         finally:
-            for request_id in open_ids:
-                client.abort(request_id)
+            for collector in collectors.values():
+                collector.generation.close()
         if (failure := client.failure) is not None:
             raise failure
         for request, name in zip(requests, names, strict=True):
@@ -158,9 +157,9 @@ class LLM:
 class _Collector:
     """Gathers one request's sequences."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
-        self._request, self._assembler = request, TextAssembler(request, tokenizer)
-        count = request.sampling.n
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        count = generation.request.sampling.n
         self._texts: list[list[str]] = [[] for _ in range(count)]
         self._tokens: list[list[int]] = [[] for _ in range(count)]
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(count)]
@@ -168,28 +167,23 @@ class _Collector:
         self._errors = [""] * count
         self._cached = 0
 
-    @property
-    def finished(self) -> bool:
-        return self._assembler.finished
-
-    def push(self, output: Output) -> bool:
-        """Take an output in; whether its sequence was ended by a stop string and must be ended in the core."""
-        delta = self._assembler.push(output)
+    def push(self, output: Output) -> None:
+        delta = self.generation.take(output)
         if delta is None:
-            return False
+            return
         self._texts[delta.index].append(delta.text)
         self._tokens[delta.index].extend(delta.tokens)
         self._logprobs[delta.index].extend(delta.logprobs)
         self._cached = max(self._cached, output.cached_tokens)
         self._finish[delta.index] = delta.finish or self._finish[delta.index]
         self._errors[delta.index] = delta.error
-        return delta.finish is not None and output.finish is None
 
     def result(self, prompt: str | None) -> RequestOutput:
-        wanted = self._request.sampling.logprobs is not None
+        request = self.generation.request
+        wanted = request.sampling.logprobs is not None
         completions = []
         for index, finish in enumerate(self._finish):
-            assert finish is not None, f"sequence {index} of {self._request.id} has not finished"
+            assert finish is not None, f"sequence {index} of {request.id} has not finished"
             logprobs = tuple(self._logprobs[index])
             total = sum(entry.logprob for entry in logprobs) if wanted else None
             text = "".join(self._texts[index])
@@ -198,7 +192,7 @@ class _Collector:
             completions.append(
                 CompletionOutput(index, text, tokens, total, logprobs if wanted else None, finish, error)
             )
-        return RequestOutput(self._request.id, prompt, self._request.prompt, tuple(completions), self._cached)
+        return RequestOutput(request.id, prompt, request.prompt, tuple(completions), self._cached)
 
 
 def _is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:

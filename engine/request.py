@@ -26,6 +26,17 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"  # the model gave NaN or Inf for this sequence
 
 
+class ParameterError(UsageError):
+    """A sampling parameter has a value that cannot work; `field` is its name."""
+
+    def __init__(self, field: str, message: str, hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.field = field
+
+    def __reduce__(self) -> tuple[type[ParameterError], tuple[str, str, str]]:  # type: ignore[override]
+        return type(self), (self.field, self.message, self.hint)
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How tokens are chosen, and when to stop. Field names and defaults are those of the OpenAI API and of vLLM.
 
@@ -54,25 +65,33 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     skip_special_tokens: bool = True
 
     def check(self, vocab_size: int) -> None:
-        """Raise UsageError for the first field whose value cannot work, naming the value and the limit."""
+        """Raise ParameterError for the first field whose value cannot work, naming the value and the limit."""
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if value is None:
                 continue
             if not low <= value <= high or (isinstance(value, float) and not math.isfinite(value)):
-                raise UsageError(f"`{name}` is {value}, it must be from {low} to {high}")
+                raise ParameterError(name, f"`{name}` is {value}, it must be from {low} to {high}")
         if self.top_p == 0:
-            raise UsageError("`top_p` is 0, it must be above 0 and at most 1", "use temperature 0 for greedy decoding")
+            raise ParameterError(
+                "top_p", "`top_p` is 0, it must be above 0 and at most 1", "use temperature 0 for greedy decoding"
+            )
         if self.repetition_penalty == 0:
-            raise UsageError("`repetition_penalty` is 0, it must be above 0", "1 switches it off")
+            raise ParameterError(
+                "repetition_penalty", "`repetition_penalty` is 0, it must be above 0", "1 switches it off"
+            )
         if any(not text for text in self.stop):
-            raise UsageError("`stop` holds an empty string, which would match everywhere", "remove it")
-        for token in (*self.stop_token_ids, *self.logit_bias):
-            if not 0 <= token < vocab_size:
-                raise UsageError(f"token id {token} is not in the vocabulary (0 to {vocab_size - 1})")
+            raise ParameterError("stop", "`stop` holds an empty string, which would match everywhere", "remove it")
+        for name, tokens in (("stop_token_ids", self.stop_token_ids), ("logit_bias", tuple(self.logit_bias))):
+            for token in tokens:
+                if not 0 <= token < vocab_size:
+                    limits = f"not in the vocabulary (0 to {vocab_size - 1})"
+                    raise ParameterError(name, f"token id {token} in `{name}` is {limits}")
         for token, bias in self.logit_bias.items():
             if not -100 <= bias <= 100:
-                raise UsageError(f"`logit_bias` of token {token} is {bias}, it must be from -100 to 100")
+                raise ParameterError(
+                    "logit_bias", f"`logit_bias` of token {token} is {bias}, it must be from -100 to 100"
+                )
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (

@@ -19,16 +19,20 @@ from .pieces import TextStream, decoder_style
 
 
 class Tokenizer:
-    """The tokenizer in `folder`. Immutable once made, and safe to share between threads."""
+    """The tokenizer in `folder`, with `template` as its chat template if one is given.
+
+    Immutable once made, and safe to share between threads.
+    """
 
     __slots__ = ("_backend", "_special_ids", "_style", "chat")
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, template: str | None = None) -> None:
         try:
             self._backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-            self.chat = msgspec.json.decode((folder / "chat.json").read_bytes(), type=ChatInfo)
+            chat = msgspec.json.decode((folder / "chat.json").read_bytes(), type=ChatInfo)
         except Exception as error:  # tokenizers raises bare Exception for anything wrong with its file
             raise CheckpointError(f"cannot read the tokenizer in `{folder}`: {error}") from error
+        self.chat = chat if template is None else msgspec.structs.replace(chat, template=template)
         decoder = self._backend.decoder  # its pickled state is its part of the JSON; parsing all of that again is slow
         self._style = decoder_style(None if decoder is None else json.loads(decoder.__getstate__()))
         self._backend.no_truncation()  # a tokenizer.json may carry both, and would silently cut or fill prompts

@@ -9,7 +9,10 @@ from pathlib import Path
 import llmctl
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAVY = ("torch", "transformers", "tokenizers", "huggingface_hub", "prompt_toolkit")
+HEAVY = (
+    *("torch", "transformers", "tokenizers", "huggingface_hub", "prompt_toolkit"),
+    *("fastapi", "uvicorn", "prometheus_client", "yaml"),
+)
 SUFFIXES = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".hpp", ".cpp", ".cuh"}
 
 
@@ -26,7 +29,7 @@ def test_import_loads_nothing_heavy():
 
 
 def test_help_of_every_command_loads_nothing_heavy():
-    lines = [["--help"], *([name, "--help"] for name in ("chat", "plan", "doctor", "models"))]
+    lines = [["--help"], *([name, "--help"] for name in ("chat", "serve", "plan", "doctor", "models"))]
     code = (
         "from llmctl.cli.app import run\nfrom llmctl.cli.console import terminal\n"
         f"for line in {lines!r}:\n    assert run(line, terminal()) == 0, line"

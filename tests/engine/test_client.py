@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import threading
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from llmctl.engine.client import ProcessClient
+from llmctl.engine.config import EngineConfig
 from llmctl.engine.llm import LLM
 from llmctl.engine.request import FinishReason, Output, SamplingParams
 from llmctl.kernels.errors import CapacityError, EngineDead, LlmctlError, UsageError
@@ -113,3 +116,36 @@ def test_outputs_of_an_earlier_epoch_or_of_an_ended_sequence_are_dropped(folder:
         old = Output(request_id=request.id, index=0, epoch=client.info.epoch - 1, first=0, tokens=(1,))
         client._open.deliver([old])  # type: ignore[attr-defined]
         assert seen == []
+
+
+def test_aborts_and_questions_after_an_engine_process_was_killed_do_not_hang(folder: str) -> None:
+    with LLM(folder, process=True, **OPTIONS) as llm:
+        client = llm.frontend.client
+        assert isinstance(client, ProcessClient)
+        ended: queue.SimpleQueue[Output] = queue.SimpleQueue()
+        request = llm.frontend.request([5] * 20, LONG)
+        psutil.Process(client.pid).suspend()
+        client.submit(request, ended.put)
+        client.kill()
+        for _ in range(3000):  # more than a socket would hold for a reader that does not read
+            client.abort(request.id)
+        assert ended.get().finish is FinishReason.ERROR
+        with pytest.raises(EngineDead, match="exit code -9"):
+            client.stats()
+
+
+def test_closing_ends_an_engine_process_that_does_not_react(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmctl.engine.client.CLOSE_S", 0.2)
+    llm = LLM(folder, process=True, **OPTIONS)
+    assert isinstance(llm.frontend.client, ProcessClient)
+    process = psutil.Process(llm.frontend.client.pid)
+    process.suspend()
+    llm.close()
+    assert not process.is_running()
+
+
+def test_loading_in_a_process_can_be_given_up(folder: str) -> None:
+    cancelled = threading.Event()
+    cancelled.set()
+    with pytest.raises(EngineDead, match="stopped while it was loading"):
+        ProcessClient(EngineConfig(model=folder), cancelled=cancelled)

@@ -1,0 +1,82 @@
+"""`Frontend.stream` for an event loop, and for several requests at once (a list of prompts is one API call).
+
+What a delta is, and when a sequence ends, is `Generation`'s matter; here outputs only change threads: the client's
+callback hands them to the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+
+from ...engine.frontend import Frontend, Generation, TextDelta
+from ...engine.request import FinishReason, Output, Request
+from .errors import of_failed_sequence
+
+
+class Deltas:
+    """The texts of open requests as they come. Made by `opened`, for the loop that it was made on."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._loop = asyncio.get_running_loop()
+        self._outputs: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
+        self._generations: list[Generation] = []
+
+    def open(self, request: Request) -> None:
+        """Submit one more request. Raises EngineDead if the engine has stopped."""
+        carry = functools.partial(self._carry, len(self._generations))
+        self._generations.append(self._frontend.open(request, carry))
+
+    def close(self) -> None:
+        """Abort what has not ended."""
+        for generation in self._generations:
+            generation.close()
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sequence has ended."""
+        return all(generation.finished for generation in self._generations)
+
+    async def next(self, patience_s: float) -> tuple[int, TextDelta] | None:
+        """(which request, its next delta), or None if nothing came for `patience_s`.
+
+        A sequence that ends with an error raises ApiError: a part of an answer is no answer.
+        """
+        while True:
+            try:
+                which, output = await self._get(patience_s)
+            except TimeoutError:
+                return None
+            delta = self._generations[which].take(output)
+            if delta is None:
+                continue
+            if delta.finish in (FinishReason.ERROR, FinishReason.ABORT):
+                message = delta.error or "the request was aborted"
+                raise of_failed_sequence(message, self._frontend.client.failure)
+            return which, delta
+
+    async def _get(self, patience_s: float) -> tuple[int, Output]:
+        if not self._outputs.empty():
+            return self._outputs.get_nowait()
+        async with asyncio.timeout(patience_s):
+            return await self._outputs.get()
+
+    def _carry(self, which: int, output: Output) -> None:
+        """Called on the client's thread. A loop that has closed meanwhile has nobody who waits."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._outputs.put_nowait, (which, output))
+
+
+@contextlib.contextmanager
+def opened(frontend: Frontend, requests: Sequence[Request]) -> Iterator[Deltas]:
+    """The deltas of these requests; leaving the block, however it happens, aborts what has not ended."""
+    deltas = Deltas(frontend)
+    try:
+        for request in requests:
+            deltas.open(request)
+        yield deltas
+    finally:
+        deltas.close()

@@ -1,0 +1,108 @@
+"""Prometheus metrics. Names are those of vLLM's dashboards where the meaning is the same, with our prefix.
+
+Figures of the engine are read from its counters at the time of the scrape; figures of requests are counted as they end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ...engine.messages import EngineStats
+from ...engine.request import FinishReason
+
+_FAST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0)
+_SLOW = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+_TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+
+
+class Metrics:
+    """All metrics of one server. `model` is a label of each."""
+
+    def __init__(self, model: str) -> None:
+        self._registry, self._model = CollectorRegistry(), model
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"llmctl:{name}", text, ("model_name", *labels), registry=self._registry)
+
+        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
+            return Histogram(f"llmctl:{name}", text, ("model_name",), registry=self._registry, buckets=tuple(buckets))
+
+        self._http = counter("http_requests", "HTTP requests by endpoint and status.", "endpoint", "status")
+        self._finished = counter("request_success", "Sequences that ended, by reason.", "finished_reason")
+        self._ttft = histogram("time_to_first_token_seconds", "From the request to its first token.", _SLOW)
+        self._itl = histogram("inter_token_latency_seconds", "Between tokens of one sequence.", _FAST)
+        self._e2e = histogram("e2e_request_latency_seconds", "From the request to the end of its answer.", _SLOW)
+        self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self._generated = histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
+
+    def first_token(self, seconds: float) -> None:
+        """The first token of a request came."""
+        self._ttft.labels(self._model).observe(seconds)
+
+    def more_tokens(self, seconds: float, count: int) -> None:
+        """So many tokens of a sequence came so long after its last ones."""
+        for _ in range(count):
+            self._itl.labels(self._model).observe(seconds / count)
+
+    def sequence_ended(self, reason: FinishReason) -> None:
+        """A sequence ended."""
+        self._finished.labels(self._model, reason.value).inc()
+
+    def answered(self, seconds: float, prompt_tokens: int, completion_tokens: int) -> None:
+        """A generation ended well."""
+        self._e2e.labels(self._model).observe(seconds)
+        self._prompt.labels(self._model).observe(prompt_tokens)
+        self._generated.labels(self._model).observe(completion_tokens)
+
+    def responded(self, endpoint: str, status: int) -> None:
+        """An HTTP request ended, well or not; 499 if its client left."""
+        self._http.labels(self._model, endpoint, str(status)).inc()
+
+    def watch_engine(self, stats: Callable[[], EngineStats]) -> None:
+        """Show the engine's own counters as well."""
+        self._registry.register(_EngineCollector(self._model, stats))
+
+    def render(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine's counters when scraped."""
+
+    def __init__(self, model: str, stats: Callable[[], EngineStats]) -> None:
+        self._model, self._stats = model, stats
+
+    def collect(self) -> Iterable[Metric]:
+        """One family for each figure."""
+        stats = self._stats()
+        used = stats.blocks_total - stats.blocks_free - stats.blocks_cached
+        usage = used / (stats.blocks_total or 1)
+        for name, text, value in (
+            ("num_requests_running", "Sequences that run.", stats.running),
+            ("num_requests_waiting", "Sequences that wait.", stats.waiting),
+            ("kv_cache_usage_perc", "Share of the KV blocks that running sequences hold.", usage),
+            ("kv_blocks", "KV blocks in all.", stats.blocks_total),
+            ("kv_blocks_free", "KV blocks that hold nothing.", stats.blocks_free),
+            ("kv_blocks_cached", "KV blocks that only the prefix cache holds.", stats.blocks_cached),
+            ("last_step_age_seconds", "Since the engine's last step; 0 when idle.", stats.last_step_age_s),
+        ):  # fmt: skip
+            gauge = GaugeMetricFamily(f"llmctl:{name}", text, labels=("model_name",))
+            gauge.add_metric((self._model,), value)
+            yield gauge
+        for name, text, value in (
+            ("prompt_tokens", "Prompt tokens of the requests that were started.", stats.prompt_tokens),
+            ("generation_tokens", "Tokens generated.", stats.generated_tokens),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prompt_tokens),
+            ("prefix_cache_hits", "Prompt tokens found in it.", stats.cached_tokens),
+            ("num_preemptions", "Sequences that had to give their memory up for a while.", stats.preemptions),
+            ("kv_evictions", "Cached blocks that were thrown out.", stats.evictions),
+            ("engine_steps", "Steps of the engine.", stats.steps),
+        ):
+            counter = CounterMetricFamily(f"llmctl:{name}", text, labels=("model_name",))
+            counter.add_metric((self._model,), value)
+            yield counter

@@ -1,0 +1,109 @@
+"""The engine as the endpoints see it: loading, there, draining, stuck or dead."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from dataclasses import dataclass
+
+from ...engine.frontend import Frontend
+from ...engine.request import SamplingParams
+from .admission import Admission
+from .errors import RETRY_S, ApiError, engine_dead
+from .metrics import Metrics
+from .monitor import Monitor
+from .responses import Health
+from .settings import ServeSettings
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    frontend: Frontend
+    monitor: Monitor
+
+
+class Service:
+    """What the endpoints share. Only the event loop's thread uses it, but for `report_loading`."""
+
+    def __init__(self, settings: ServeSettings, max_num_seqs: int) -> None:
+        self.settings = settings
+        self.created = int(time.time())
+        self.admission = Admission(max_num_seqs, settings.max_queue)
+        self.metrics = Metrics(settings.names[0])
+        self._loading = "starting"
+        self._engine: _Engine | None = None
+
+    def report_loading(self, description: str, done: int, total: int) -> None:
+        """How far loading has come."""
+        self._loading = f"{description}, {100 * done // total} %" if total else description
+
+    def attach(self, frontend: Frontend, monitor: Monitor) -> None:
+        """The model is loaded: requests are served from now on."""
+        self._engine = _Engine(frontend, monitor)
+        self.metrics.watch_engine(lambda: monitor.stats)
+
+    def frontend(self) -> Frontend:
+        """The engine, for a new request. ApiError 503 if it can take none."""
+        self.admission.check_open()
+        return self.loaded().frontend
+
+    def loaded(self) -> _Engine:
+        """The engine if it is there and alive, else ApiError 503."""
+        if self._engine is None:
+            raise ApiError(503, f"the model is loading: {self._loading}", code="loading", retry_s=RETRY_S)
+        if (failure := self._engine.frontend.client.failure) is not None:
+            raise engine_dead(failure.message)
+        return self._engine
+
+    async def health(self) -> Health:
+        """Whether the engine makes progress."""
+        if self._engine is None:
+            return Health("loading", self._loading)
+        await self.refresh()
+        monitor = self._engine.monitor
+        stats, age = monitor.stats, monitor.last_step_age_s
+        status, detail = "ok", ""
+        if (failure := self._engine.frontend.client.failure) is not None:
+            status, detail = "dead", failure.message
+        elif age > self.settings.stuck_after_s:
+            status, detail = "stuck", f"the engine has finished no step for {age:.0f} s"
+        elif self.admission.draining:
+            status, detail = "draining", "open requests finish, new ones are refused"
+        return Health(status, detail, self.admission.open, round(age, 3), stats.steps, stats.running, stats.waiting)
+
+    async def refresh(self) -> None:
+        """Let the engine's figures be as they are now, if it answers soon."""
+        if self._engine is not None:
+            await self._engine.monitor.refresh()
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with. ApiError 404 for a model that is not served; naming none is allowed."""
+        names = self.settings.names
+        if name is None:
+            return names[0]
+        if name not in names:
+            served = ", ".join(f"`{one}`" for one in names)
+            raise ApiError(
+                404,
+                f"the model `{name}` does not exist here, served is {served}",
+                param="model",
+                code="model_not_found",
+            )
+        return name
+
+    def check_key(self, authorization: str | None) -> str:
+        """The tenant that this Authorization header stands for, "" if no keys are needed. ApiError 401 otherwise."""
+        keys = self.settings.api_keys
+        if not keys:
+            return ""
+        scheme, _, given = (authorization or "").partition(" ")
+        matches = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in keys]
+        if scheme.lower() != "bearer" or not any(matches):
+            wrong = "the API key is wrong" if authorization else "an API key is needed, as `Authorization: Bearer KEY`"
+            raise ApiError(401, wrong, code="invalid_api_key")
+        return "key-" + hashlib.sha256(given.strip().encode()).hexdigest()[:12]
+
+    def sampling_defaults(self, frontend: Frontend) -> SamplingParams:
+        """What a sampling field is that a request leaves out; max_tokens: what the context leaves."""
+        return frontend.sampling_defaults if self.settings.model_defaults else SamplingParams(max_tokens=None)

@@ -1,0 +1,97 @@
+"""`llmctl serve`: one model behind an OpenAI-compatible HTTP API."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from ...engine.config import EngineConfig, environment
+from ...kernels.errors import UsageError
+from ..api.settings import ServeSettings
+from ..command_line import command_line
+from ..config_file import Config
+from ..console import Console
+from ..exits import ExitCode
+from ..options import EngineOptions
+from ..serve_options import ModelOptions, ServerOptions
+
+if TYPE_CHECKING:
+    import socket
+
+
+def serve(
+    context: typer.Context,
+    config: EngineOptions,
+    settings: ServerOptions,
+    claims: ModelOptions,
+    file: Config = None,
+    print_command: Annotated[
+        bool, typer.Option("--print-command", help="Print this command with all its options, and exit.")
+    ] = False,
+) -> None:
+    """Serve a model over HTTP, as the OpenAI API does.
+
+    Its address is printed on stdout once requests are served. SIGTERM or Ctrl-C lets open requests finish.
+    """
+    from ...engine.load.hub import DEFAULT_MODEL
+
+    console: Console = context.obj
+    named = config.model or (file.model if file else "")
+    model = claims.revised(named or environment().model)
+    shown = model or DEFAULT_MODEL
+    claims.check(shown)
+    if print_command:
+        console.data(command_line(context, shown, left_out=("print_command", "api_key")))
+        return
+    _run(
+        console,
+        msgspec.structs.replace(config, model=model),
+        dataclasses.replace(
+            settings,
+            names=settings.names or (shown,),
+            api_keys=settings.api_keys or tuple(filter(None, (environment().api_key,))),
+        ),
+    )
+
+
+def _run(console: Console, config: EngineConfig, settings: ServeSettings) -> None:
+    import asyncio
+
+    from ...engine.chat_template import check_template
+    from ..api.server import Server
+
+    if settings.chat_template is not None:
+        check_template(settings.chat_template)
+    _check_certificate(settings)
+    with _listen(settings) as listener:
+        try:
+            ended_by = asyncio.run(Server(settings, config, listener, console).run())
+        finally:
+            if settings.uds:
+                Path(settings.uds).unlink(missing_ok=True)
+    if ended_by is signal.SIGINT:
+        raise typer.Exit(ExitCode.INTERRUPTED)
+
+
+def _listen(settings: ServeSettings) -> socket.socket:
+    from ..api.sockets import listen, listen_unix
+
+    return listen_unix(Path(settings.uds)) if settings.uds else listen(settings.host, settings.port)
+
+
+def _check_certificate(settings: ServeSettings) -> None:
+    import ssl
+
+    if settings.ssl_certfile:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+        except (OSError, ssl.SSLError) as error:
+            raise UsageError(
+                f"cannot use `{settings.ssl_certfile}` with the key `{settings.ssl_keyfile}`: {error}",
+                "both are PEM files, and the key must not ask for a password",
+            ) from error

@@ -1,0 +1,82 @@
+"""The queue's limit, what Retry-After says, and draining."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from llmctl.cli.api.admission import Admission
+from llmctl.cli.api.errors import ApiError
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def refused(admission, sequences):
+    with pytest.raises(ApiError) as caught, admission.admit(sequences):
+        pass
+    return caught.value
+
+
+def test_places_are_counted_in_sequences_and_given_back():
+    admission = Admission(running=2, waiting=1)
+    with admission.admit(2):
+        assert admission.open == 2
+        error = refused(admission, 2)
+        assert (error.status, error.code) == (429, "queue_full")
+        with admission.admit(1):
+            assert admission.open == 3
+    with contextlib.suppress(KeyError), admission.admit(3):
+        raise KeyError
+    assert admission.open == 0
+
+
+def test_what_never_fits_is_no_matter_of_time():
+    error = refused(Admission(running=2, waiting=1), 4)
+    assert (error.status, error.retry_s) == (400, None)
+
+
+def test_retry_after_is_the_time_that_the_backlog_takes():
+    clock = Clock()
+    admission = Admission(running=2, waiting=2, clock=clock)
+    with admission.admit(1):
+        clock.now += 30
+    with admission.admit(4):
+        assert refused(admission, 1).retry_s == 60  # four of 30 s each, two at a time
+
+
+def test_an_answer_that_failed_says_nothing_about_how_long_answers_take():
+    clock = Clock()
+    admission = Admission(running=1, waiting=0, clock=clock)
+    with contextlib.suppress(KeyError), admission.admit(1):
+        clock.now += 1000
+        raise KeyError
+    with admission.admit(1):
+        assert refused(admission, 1).retry_s < 10
+
+
+def test_draining_waits_for_who_is_in_and_lets_nobody_else_in():
+    async def scenario():
+        admission = Admission(running=1, waiting=1)
+        with admission.admit(1):
+            draining = asyncio.create_task(admission.drain(60))
+            await asyncio.sleep(0)
+            assert refused(admission, 1).status == 503
+            assert not draining.done()
+        assert await draining == 0
+
+    asyncio.run(scenario())
+
+
+def test_draining_ends_with_its_timeout():
+    async def scenario():
+        admission = Admission(running=1, waiting=1)
+        with admission.admit(2):
+            return await admission.drain(0)
+
+    assert asyncio.run(scenario()) == 2

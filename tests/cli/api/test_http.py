@@ -1,0 +1,240 @@
+"""What raw HTTP gets: right statuses, OpenAI's error bodies, nothing ignored and nothing guessed."""
+
+import json
+
+import httpx
+import pytest
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def http(server):
+    with server.http() as http:
+        yield http
+
+
+def refusal(response, status):
+    """The error of a response, after what every error must have was checked."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert list(body) == ["error"] and sorted(body["error"]) == ["code", "message", "param", "type"]
+    assert body["error"]["message"] and body["error"]["type"]
+    assert response.headers["x-request-id"]
+    return body["error"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"not json", b'{"messages": "\xff"}', b"[" * 100_000, b'{"n": NaN}'])
+def test_a_body_that_is_no_json_is_a_bad_request(http, body):
+    assert refusal(http.post(CHAT, content=body), 400)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"n": 1000}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": -5}, "n"),
+        ({"n": 10**30}, "n"),
+        ({"n": "2"}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"min_p": 2}, "min_p"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"seed": 1 << 70}, "seed"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["x"] * 65}, "stop"),
+        ({"stop": [1]}, "stop[0]"),
+        ({"stop_token_ids": [5000]}, "stop_token_ids"),
+        ({"logit_bias": {"5000": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"priority": 1 << 40}, "priority"),
+        ({"stream": True, "stream_options": {"include_usges": True}}, "stream_options.include_usges"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"temprature": 1}, "temprature"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": None}, "messages"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_field_that_cannot_work_is_named(http, change, param, stream):
+    error = refusal(http.post(CHAT, json={"messages": HELLO, "stream": stream, **change}), 400)
+    assert error["param"] == param
+
+
+def test_options_of_a_stream_need_a_stream(http):
+    body = {"messages": HELLO, "stream_options": {"include_usage": True}}
+    assert refusal(http.post(CHAT, json=body), 400)["param"] == "stream_options"
+
+
+def test_a_misspelt_field_names_the_nearest(http):
+    error = refusal(http.post(CHAT, json={"messages": HELLO, "temprature": 1}), 400)
+    assert "did you mean `temperature`?" in error["message"]
+
+
+def test_a_missing_field_is_named(http):
+    assert refusal(http.post(CHAT, json={"n": 1}), 400)["param"] == "messages"
+    assert refusal(http.post("/v1/completions", json={"n": 1}), 400)["param"] == "prompt"
+
+
+def test_fields_that_ask_for_nothing_are_accepted(http):
+    neutral = {
+        "user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "s",
+        "prompt_cache_key": "k", "parallel_tool_calls": True, "tools": [], "tool_choice": "none", "functions": None,
+        "response_format": {"type": "text"}, "modalities": ["text"], "reasoning_effort": None, "n": None, "stop": None,
+        "logit_bias": None, "stream_options": None, "temperature": 0, "max_completion_tokens": 2,
+    }  # fmt: skip
+    assert http.post(CHAT, json={"messages": HELLO, **neutral}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt": []},
+        {"prompt": ["a", 1]},
+        {"prompt": [[1], "a"]},
+        {"prompt": [[]]},
+        {"prompt": ""},
+        {"prompt": [5000]},
+        {"prompt": [[1], [5000]]},
+        {"prompt": [10**30]},
+        {"prompt": [-1]},
+        {"prompt": "x", "logprobs": 21},
+        {"prompt": "x", "echo": True, "logprobs": 1},
+        {"prompt": "x", "suffix": "y"},
+        {"prompt": "x", "best_of": 3},
+        {"prompt": 5},
+    ],
+)
+def test_a_prompt_that_cannot_work_is_a_bad_request(http, change):
+    error = refusal(http.post("/v1/completions", json=change), 400)
+    assert error["param"] == next(name for name in ("suffix", "best_of", "logprobs", "prompt") if name in change)
+
+
+def test_more_sequences_than_the_server_ever_holds_are_refused(http):
+    prompts = ["x"] * 1200
+    assert "at most 1088" in refusal(http.post("/v1/completions", json={"prompt": prompts}), 400)["message"]
+
+
+def test_a_body_that_is_too_long_is_refused(http):
+    body = json.dumps({"messages": [{"role": "user", "content": "x" * (33 << 20)}]})
+    assert "32 MiB" in refusal(http.post(CHAT, content=body), 413)["message"]
+
+
+def test_a_lone_surrogate_is_a_bad_request(http):
+    body = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+    assert refusal(http.post(CHAT, content=body), 400)
+
+
+def test_unknown_paths_and_methods_have_error_bodies_too(http):
+    assert refusal(http.get("/v1/nothing"), 404)["code"] == "not_found"
+    response = http.get(CHAT)
+    refusal(response, 405)
+    assert response.headers["allow"] == "POST"
+
+
+def test_a_stream_is_framed_as_clients_expect(http):
+    asked = {"messages": HELLO, "max_tokens": 3, "ignore_eos": True, "stream": True}
+    with http.stream("POST", CHAT, json=asked) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert "content-length" not in response.headers
+        events = "".join(response.iter_text()).split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
+    assert chunks[-1]["choices"][0]["delta"] == {} and chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert all("usage" not in chunk for chunk in chunks)
+    asked["stream_options"] = {"include_usage": True}
+    events = http.post(CHAT, json=asked).text.split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 3
+
+
+def test_text_goes_to_tokens_and_back(http):
+    answer = http.post("/tokenize", json={"prompt": "grün 🙂", "return_token_strs": True}).json()
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) == len("grün 🙂".encode())
+    assert answer["max_model_len"] == 256
+    assert http.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": "grün 🙂"}
+    chat = http.post("/tokenize", json={"messages": HELLO}).json()["tokens"]
+    assert http.post("/detokenize", json={"tokens": chat}).json()["prompt"].endswith("<|im_start|>assistant\n")
+    counted = http.post(CHAT, json={"messages": HELLO, "max_tokens": 1}).json()["usage"]["prompt_tokens"]
+    assert counted == len(chat)
+    assert refusal(http.post("/detokenize", json={"tokens": [5000]}), 400)["param"] == "tokens"
+    assert refusal(http.post("/tokenize", json={"prompt": "x", "messages": HELLO}), 400)
+
+
+def test_health_version_metrics_and_the_document_of_the_api(http, server):
+    assert http.get("/health").json()["status"] == "ok"
+    assert http.get("/version").json()["system_fingerprint"].startswith("llmctl-")
+    before = server.metrics()
+    http.post(CHAT, json={"messages": HELLO, "max_tokens": 5, "ignore_eos": True})
+    after = server.metrics()
+    assert after["generation_tokens_total"] - before["generation_tokens_total"] == 5
+    assert after["time_to_first_token_seconds_count"] - before["time_to_first_token_seconds_count"] == 1
+    assert after["inter_token_latency_seconds_count"] - before["inter_token_latency_seconds_count"] == 4
+    document = http.get("/openapi.json").json()
+    assert "temperature" in document["components"]["schemas"]["ChatRequest"]["properties"]
+    assert CHAT in document["paths"]
+
+
+def test_the_log_has_a_line_per_request_without_its_text(http, server):
+    answer = http.post(CHAT, json={"messages": [{"role": "user", "content": "s3cret"}], "user": "a b", "max_tokens": 2})
+    line = server.logged(f"id={answer.headers['x-request-id']} .*\n").group()
+    assert "endpoint=/v1/chat/completions status=200" in line
+    assert "completion_tokens=2 finish=length:1" in line and 'tenant="a b"' in line
+    assert "s3cret" not in server.stderr
+
+
+def test_a_key_is_asked_for_and_never_shown(start):
+    server = start("--api-key", "one", "--api-key", "two", "--allowed-origins", "https://page.example")
+    with server.http() as http:
+        response = http.get("/v1/models")
+        assert refusal(response, 401)["code"] == "invalid_api_key"
+        assert response.headers["www-authenticate"] == "Bearer"
+        wrong = {"authorization": "Bearer three"}
+        assert refusal(http.post(CHAT, json={"messages": HELLO}, headers=wrong), 401)["code"] == "invalid_api_key"
+        assert refusal(http.post("/tokenize", json={"prompt": "x"}), 401)
+        for key in ("one", "two"):
+            assert http.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
+        assert http.get("/health").status_code == http.get("/metrics").status_code == 200
+        preflight = {"origin": "https://page.example", "access-control-request-method": "POST"}
+        assert http.options(CHAT, headers=preflight).headers["access-control-allow-origin"] == "https://page.example"
+    assert "three" not in server.stderr and "one" not in server.stderr.replace("none", "")
+
+
+def test_a_key_from_the_environment_and_a_unix_socket(start, tmp_path):
+    path = tmp_path / "llmctl.sock"
+    server = start("--uds", str(path), "--disable-log-requests", "--disable-metrics", LLMCTL_API_KEY="secret")
+    assert server.url == f"unix:{path}"
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://llmctl", timeout=300) as http:
+        assert http.get("/health").json()["status"] == "ok"
+        assert http.get("/v1/models").status_code == 401
+        assert http.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
+        assert http.get("/metrics").status_code == 404
+    server.signal()
+    assert server.end()[0] == 0
+    assert not path.exists()
+    assert "endpoint=" not in server.stderr

@@ -1,0 +1,122 @@
+"""Clients that leave: at any phase their sequences end within a step, and nobody else notices.
+
+The engine is made to stand still while a client leaves, so that the phase is certain and the steps can be counted.
+"""
+
+import concurrent.futures
+import contextlib
+import json
+import re
+
+import pytest
+
+from tests.cli.api.live import CHAT, ask, eventually
+
+SAMPLES = pytest.mark.parametrize("samples", [1, 4])
+
+
+def leave(server, connection):
+    """Close the connection and wait until the server has noticed."""
+    gone = server.stderr.count("status=499")
+    connection.close()
+    eventually(lambda: server.stderr.count("status=499") > gone, "a line for the client that left")
+
+
+def assert_all_blocks_are_back(metrics):
+    assert metrics["kv_cache_usage_perc"] == 0
+    assert metrics["kv_blocks_free"] + metrics["kv_blocks_cached"] == metrics["kv_blocks"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@SAMPLES
+def test_a_client_that_leaves_before_its_first_token_costs_at_most_a_step(server, stream, samples):
+    before = server.idle()
+    with server.frozen_engine():
+        connection = ask(server, "x" * 150, stream=stream, n=samples, max_tokens=80)
+        eventually(lambda: server.health()["open"] == samples)
+        leave(server, connection)
+        assert server.health()["open"] == 0
+    after = server.idle()
+    assert after["engine_steps_total"] - before["engine_steps_total"] <= 1
+    assert_all_blocks_are_back(after)
+
+
+@SAMPLES
+def test_a_client_that_leaves_in_mid_stream_costs_at_most_a_step(server, samples):
+    total = 40 * samples
+    while True:  # until the engine stands still before the answer is complete
+        before = server.idle()
+        connection = ask(server, "hello", stream=True, n=samples, max_tokens=40)
+        response = connection.getresponse()
+        response.readline()
+        with server.frozen_engine():
+            if server.health()["open"] == 0:
+                continue
+            response.close()
+            leave(server, connection)
+        break
+    after = server.idle()
+    sent = int(re.findall(r"status=499 .*completion_tokens=(\d+)", server.stderr)[-1])
+    generated = after["generation_tokens_total"] - before["generation_tokens_total"]
+    assert 0 < sent <= generated <= sent + 2 * samples
+    assert sent <= total
+    assert_all_blocks_are_back(after)
+
+
+def test_a_client_that_leaves_the_queue_never_runs(start):
+    server = start("--max-num-seqs", "1")
+    alone = json.load(ask(server, "first").getresponse())["choices"][0]["message"]["content"]
+    steps = server.idle()["engine_steps_total"]
+    json.load(ask(server, "first").getresponse())
+    steps = server.idle()["engine_steps_total"] - steps
+    before = server.idle()
+    with server.frozen_engine():
+        running = ask(server, "first")
+        eventually(lambda: server.health()["open"] == 1)
+        waiting = ask(server, "second", n=3)
+        eventually(lambda: server.health()["open"] == 4)
+        leave(server, waiting)
+    assert json.load(running.getresponse())["choices"][0]["message"]["content"] == alone
+    after = server.idle()
+    assert after["engine_steps_total"] - before["engine_steps_total"] == steps
+    assert_all_blocks_are_back(after)
+
+
+def test_of_many_clients_half_leave_and_the_others_get_what_they_get_alone(server):
+    client = server.openai()
+
+    def stream(number):
+        return client.completions.create(
+            model="tiny", prompt=f"client {number % 8}", seed=number, max_tokens=60, stream=True,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+
+    def read(number):
+        return "".join(chunk.choices[0].text for chunk in stream(number))
+
+    def run(number):
+        if number % 2 == 0:
+            return read(number)
+        with contextlib.closing(stream(number)) as chunks:
+            for _ in range(number % 5 + 1):
+                next(chunks, None)
+        return None
+
+    alone = {number: read(number) for number in range(0, 64, 2)}
+    with concurrent.futures.ThreadPoolExecutor(64) as pool:
+        together = dict(enumerate(pool.map(run, range(64))))
+    assert {number: text for number, text in together.items() if text is not None} == alone
+    assert_all_blocks_are_back(server.idle())
+    assert server.health()["open"] == 0
+
+
+def test_a_full_queue_says_when_to_come_again(start):
+    server = start("--max-num-seqs", "1", "--max-queue", "1")
+    with server.frozen_engine(), server.http() as http:
+        connections = [ask(server, text) for text in ("one", "two")]
+        eventually(lambda: server.health()["open"] == 2)
+        refused = http.post(CHAT, json={"messages": [{"role": "user", "content": "three"}]})
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "queue_full"
+        assert int(refused.headers["retry-after"]) >= 1
+    assert [connection.getresponse().status for connection in connections] == [200, 200]

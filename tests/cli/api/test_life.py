@@ -1,0 +1,132 @@
+"""A server from its start to its end: loading, draining, and an engine that stands still or is killed."""
+
+import concurrent.futures
+import json
+import signal
+import socket
+
+import openai
+import psutil
+import pytest
+
+from tests.cli.api.live import CHAT, Server, ask, eventually
+
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def test_a_port_in_use_is_told_before_the_model_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, stderr = Server("/no/such/model", "--port", port).end()
+    assert code == 2
+    assert f"port {port} on 127.0.0.1 is in use" in stderr and "no/such/model" not in stderr
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_error(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    code, stderr = Server(str(tmp_path), "--port", "0").end()
+    assert code == 3
+    assert stderr.startswith("error: ") and "Traceback" not in stderr
+
+
+def test_the_end_of_a_server_under_a_signal_while_it_loads(start, tmp_path):
+    path = tmp_path / "socket"
+    server = start("--uds", str(path), wait=False)
+    eventually(path.exists)
+    eventually(lambda: any("worker" in " ".join(child.cmdline()) for child in children(server)))
+    server.signal(signal.SIGTERM)
+    code, stderr = server.end()
+    assert code == 0 and "Traceback" not in stderr
+    assert not path.exists()
+
+
+def children(server):
+    return psutil.Process(server.process.pid).children()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_open_answers_finish_and_refuses_new_ones(start, number):
+    server = start()
+    expected = json.load(ask(server, "hello").getresponse())["choices"]
+    with server.frozen_engine(), server.http() as http:
+        connection = ask(server, "hello")
+        eventually(lambda: server.health()["open"] == 1)
+        server.signal(number)
+        eventually(lambda: server.health()["status"] == "draining")
+        refused = http.post(CHAT, json=HELLO)
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+        assert refused.headers["retry-after"]
+        assert http.get("/health").status_code == 503
+    assert json.load(connection.getresponse())["choices"] == expected
+    code, stderr = server.end()
+    assert code == (130 if number == signal.SIGINT else 0)
+    assert "Traceback" not in stderr and "ERROR" not in stderr
+
+
+def test_what_does_not_finish_in_time_is_told_so(start):
+    server = start("--shutdown-timeout", "0")
+    engine = server.engine
+    with server.frozen_engine():
+        connection = ask(server, "hello")
+        eventually(lambda: server.health()["open"] == 1)
+        server.signal()
+        server.logged("did not finish within 0 s")
+    response = connection.getresponse()
+    assert response.status == 503 and json.load(response)["error"]["code"] == "engine_dead"
+    assert server.end()[0] == 0
+    assert not engine.is_running()
+
+
+def test_a_second_signal_quits_at_once(start):
+    server = start()
+    engine = server.engine
+    with server.frozen_engine():
+        connection = ask(server, "hello")
+        eventually(lambda: server.health()["open"] == 1)
+        server.signal(signal.SIGINT)
+        server.logged("quits at once")
+        server.signal(signal.SIGINT)
+        code, stderr = server.end()
+    connection.close()
+    assert code == 130 and "Traceback" not in stderr
+    assert not engine.is_running()
+
+
+def test_a_killed_engine_is_told_to_open_streams_and_to_everyone_after(start):
+    server = start()
+    client = server.openai()
+    stream = client.chat.completions.create(model="tiny", stream=True, n=64, max_tokens=200,
+                                            extra_body={"ignore_eos": True}, **HELLO)  # fmt: skip
+    next(stream)
+    with server.frozen_engine() as engine:
+        unanswered = ask(server, "hello")
+        eventually(lambda: server.health()["open"] == 65)
+        engine.kill()
+        with pytest.raises(openai.APIError) as failed:
+            list(stream)
+        assert failed.value.code == "engine_dead" and "exit code -9" in failed.value.message
+        response = unanswered.getresponse()
+        assert response.status == 503 and json.load(response)["error"]["code"] == "engine_dead"
+    with pytest.raises(openai.InternalServerError) as refused:
+        client.chat.completions.create(model="tiny", **HELLO)
+    assert refused.value.status_code == 503
+    with server.http() as http:
+        assert http.get("/health").status_code == 503
+        assert http.get("/health").json()["status"] == "dead"
+        assert http.get("/metrics").status_code == 200
+    server.logged("ERROR .*exit code -9; requests are refused from now on")
+    server.signal()
+    assert server.end()[0] == 0
+
+
+def test_an_engine_that_stands_still_is_told_by_its_health(start):
+    server = start("--stuck-after", "0.2")
+    with server.http() as http:
+        assert http.get("/health").status_code == 200
+        with server.frozen_engine(), concurrent.futures.ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(http.post, CHAT, json={**HELLO, "max_tokens": 3})
+            stuck = eventually(lambda: (h := server.health())["status"] == "stuck" and h)
+            assert stuck["last_step_age_s"] > 0.2
+            server.engine.resume()
+            assert answer.result().status_code == 200
+        eventually(lambda: http.get("/health").status_code == 200)
