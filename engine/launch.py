@@ -50,6 +50,13 @@ def build_engine(
     settings = environment()
     source = resolve_source(config.model, environment=settings, progress=progress)
     model = open_packed(source, dtype=config.dtype, cache=settings.cache, progress=progress)
+    return assemble(config, model, epoch=epoch, record=record)
+
+
+def assemble(
+    config: EngineConfig, model: PackedModel, *, epoch: int, record: Callable[[bytes], None] | None = None
+) -> tuple[Engine, EngineInfo]:
+    """An engine for a model that is already open; `record` as in `build_engine`."""
     plan, budget = resolve(config, model)
     log.info("plan: %s", plan)
     log.info("memory: %s", budget)

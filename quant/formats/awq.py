@@ -11,7 +11,7 @@ value = (q - z) * scale with q and z in 0..15, nothing added to stored zeros. Th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,15 +122,15 @@ def encode(weight: WeightTensor) -> dict[str, Array]:
     }
 
 
-def config_of(group_size: int) -> dict[str, object]:
-    """The `quantization_config` of a checkpoint written with `encode`."""
+def config_of(group_size: int, skipped: Sequence[str] = ()) -> dict[str, object]:
+    """The `quantization_config` of a checkpoint written with `encode`; `skipped` modules are not quantized."""
     return {
         "quant_method": "awq",
         "version": "gemm",
         "bits": 4,
         "group_size": group_size,
         "zero_point": True,
-        "modules_to_not_convert": None,
+        "modules_to_not_convert": list(skipped) or None,
     }
 
 
