@@ -25,6 +25,7 @@ from .commands.chat import chat
 from .commands.doctor import doctor
 from .commands.models import models
 from .commands.plan import plan
+from .commands.quantize import quantize
 from .console import Console, terminal
 from .exits import ExitCode, exit_code
 from .expand import expand
@@ -63,6 +64,7 @@ def root(
 
 
 app.command()(expand(chat))
+app.command()(expand(quantize))
 app.command()(expand(plan))
 app.command()(expand(doctor))
 app.add_typer(models, name="models")

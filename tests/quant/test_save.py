@@ -74,14 +74,11 @@ def test_a_written_model_reads_back_as_quantized(tmp_path: Path) -> None:
 
 def test_shards_are_indexed_and_read_by_our_own_reader(tmp_path: Path) -> None:
     write_model(tmp_path, shard_bytes=6000)
+    plan = plan_awq(SHAPES, quantized_linears(SHAPES), FORMAT)
     files = safetensors.open_files(tmp_path)
-    assert len(files.files) > 1 and set(files.tensors) == {
-        tensor.name for tensor in plan_awq(SHAPES, quantized_linears(SHAPES), FORMAT)
-    }
+    assert len(files.files) > 1 and set(files.tensors) == {tensor.name for tensor in plan}
     index = json.loads((tmp_path / safetensors.INDEX_NAME).read_text())
-    assert index["metadata"]["total_size"] == sum(
-        tensor.nbytes for tensor in plan_awq(SHAPES, quantized_linears(SHAPES), FORMAT)
-    )
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in plan)
 
 
 def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
