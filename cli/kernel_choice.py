@@ -24,6 +24,7 @@ from ..kernels.ops import (
     KVCopyArgs,
     KVLayer,
     LinearArgs,
+    NormAddArgs,
     NormArgs,
     PackedWeight,
     RopeStoreArgs,
@@ -84,6 +85,7 @@ def _cases() -> Iterator[tuple[str, str, object]]:
         yield "embed", name, EmbedArgs(batch, weight, rows)
         yield "norm", name, NormArgs(batch, rows, vector, 1e-5, act, False)
         yield "linear", name, LinearArgs(batch, act, weight, None, rows, False, False)
+    yield "norm_add", "", NormAddArgs(batch, rows, vector, 1e-5, make_rows(_WIDTH, _ROWS))
     for name in KV_FORMATS:
         yield from _attention_cases(name, batch)
     for name in ACTIVATIONS:

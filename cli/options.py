@@ -159,6 +159,14 @@ def engine_config(
     kernels: Annotated[
         str, _name("--kernels", text="auto, generic (no vector instructions) or reference (plain torch, slow).")
     ] = _DEFAULT.kernels,
+    model_impl: Annotated[
+        str,
+        _name(
+            "--model-impl",
+            text="llmctl (our own decoder), transformers (its modules on our cache and kernels, for any decoder), or "
+            "auto: transformers for what our decoder does not know.",
+        ),
+    ] = _DEFAULT.model_impl,
 ) -> EngineConfig:
     """The checked EngineConfig that these options ask for."""
     config = EngineConfig(
@@ -177,6 +185,7 @@ def engine_config(
         seed=seed or 0,
         async_depth=async_depth,
         kernels=kernels,
+        model_impl=model_impl,
     )
     config.check()
     return config

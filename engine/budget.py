@@ -146,11 +146,11 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int) -> int
     """
     query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     read = 2 * spec.hidden_size + query + spec.ffn_size
-    written = spec.hidden_size + query + 2 * key + 2 * spec.ffn_size
+    written = (2 if spec.sandwich_norms else 1) * spec.hidden_size + query + 2 * key + 2 * spec.ffn_size
     row = read * (4 + 2) + read // 32 * (4 + 4) + written * 4
     logits = -(-spec.vocab_size // PANEL) * PANEL
     sequence = 4 * (logits + length + blocks_for(length, config.block_size))
-    rope = length * spec.head_dim * 4
+    rope = (1 if spec.rope_local is None else 2) * length * spec.head_dim * 4
     return config.max_num_batched_tokens * row + config.max_num_seqs * sequence + rope
 
 

@@ -13,6 +13,7 @@ from ..kernels.errors import UsageError
 POLICIES = ("hybrid", "fcfs")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
+IMPLEMENTATIONS = ("auto", "llmctl", "transformers")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,6 +23,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_dtype          auto: float32 for float32 weights, bfloat16 for bfloat16, else float16
     num_gpu_blocks_override KV blocks in the pool instead of what the memory budget gives (the flag's name is vLLM's)
     seed                    not 0: requests that name no seed get the next of a series made from this one
+    model_impl              llmctl is our own decoder, transformers its modules on our cache and kernels; auto takes
+                            transformers for what our decoder does not know
     async_depth             steps in flight; 2 overlaps scheduling with computing and gives the tokens of 1
     """
 
@@ -40,6 +43,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seed: int = 0
     async_depth: int = 1
     kernels: str = "auto"
+    model_impl: str = "auto"
 
     def check(self) -> None:
         """Raise UsageError for the first option whose value cannot work on any machine or model."""
@@ -48,6 +52,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("--kv-cache-dtype", self.kv_cache_dtype, KV_DTYPES),
             ("--scheduling-policy", self.scheduling_policy, POLICIES),
             ("--kernels", self.kernels, ("auto", "generic", "reference")),
+            ("--model-impl", self.model_impl, IMPLEMENTATIONS),
         ):
             if value not in choices:
                 raise UsageError(f"{name} is `{value}`", f"choose one of: {', '.join(choices)}")

@@ -12,10 +12,11 @@ from .config import EngineConfig, environment
 from .engine import Engine, StepRunner
 from .frontend import Frontend
 from .load.hub import resolve as resolve_source
-from .load.packed import PackedModel, open_packed
+from .load.model import Model, open_model
 from .load.progress import Progress
 from .messages import EngineInfo
 from .plan import Plan, resolve
+from .runner.probe import try_bits
 from .runner.runner import RecordingRunner, Runner
 from .schedule.limits import SchedulerConfig
 from .schedule.scheduler import Scheduler
@@ -49,21 +50,24 @@ def build_engine(
     """An engine on this thread, for a loop or a test to drive. `record` gets every encoded Step before it runs."""
     settings = environment()
     source = resolve_source(config.model, environment=settings, progress=progress)
-    model = open_packed(source, dtype=config.dtype, cache=settings.cache, progress=progress)
+    model = open_model(
+        source, implementation=config.model_impl, dtype=config.dtype, cache=settings.cache, progress=progress
+    )
     return assemble(config, model, epoch=epoch, record=record)
 
 
 def assemble(
-    config: EngineConfig, model: PackedModel, *, epoch: int, record: Callable[[bytes], None] | None = None
+    config: EngineConfig, model: Model, *, epoch: int, record: Callable[[bytes], None] | None = None
 ) -> tuple[Engine, EngineInfo]:
     """An engine for a model that is already open; `record` as in `build_engine`."""
     plan, budget = resolve(config, model)
     log.info("plan: %s", plan)
     log.info("memory: %s", budget)
-    runner: StepRunner = Runner(model, plan)
-    if record is not None:
-        runner = RecordingRunner(runner, record)
-    return Engine(Scheduler(scheduler_config(plan, epoch)), runner, plan.async_depth), _info(model, plan, epoch)
+    runner = Runner(model, plan)
+    same_bits = plan.model_impl == "llmctl" or _tried(runner, model, plan)
+    driven: StepRunner = runner if record is None else RecordingRunner(runner, record)
+    engine = Engine(Scheduler(scheduler_config(plan, epoch)), driven, plan.async_depth)
+    return engine, _info(model, plan, epoch, same_bits)
 
 
 def scheduler_config(plan: Plan, epoch: int) -> SchedulerConfig:
@@ -86,7 +90,17 @@ def new_epoch() -> int:
     return time.time_ns()
 
 
-def _info(model: PackedModel, plan: Plan, epoch: int) -> EngineInfo:
+def _tried(runner: Runner, model: Model, plan: Plan) -> bool:
+    """Whether a trial at load gave the same bits in every way; the log tells."""
+    trial = try_bits(runner, plan, model.spec.vocab_size)
+    if trial.same:
+        log.info("%s: transformers' modules gave the same bits in %d ways", model.name, trial.ways)
+    else:
+        log.warning("%s: outside the promise of the same bits: %s", model.name, trial.finding)
+    return trial.same
+
+
+def _info(model: Model, plan: Plan, epoch: int, same_bits: bool) -> EngineInfo:
     return EngineInfo(
         model=plan.model,
         folder=str(model.folder),
@@ -101,4 +115,6 @@ def _info(model: PackedModel, plan: Plan, epoch: int) -> EngineInfo:
         num_blocks=plan.num_blocks,
         block_size=plan.block_size,
         epoch=epoch,
+        model_impl=plan.model_impl,
+        same_bits=same_bits,
     )

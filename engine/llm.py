@@ -71,6 +71,7 @@ class LLM:
         seed: int = 0,
         async_depth: int = 1,
         kernels: str = "auto",
+        model_impl: str = "auto",
         process: bool = False,
     ) -> None:
         self.config = EngineConfig(
@@ -89,6 +90,7 @@ class LLM:
             seed=seed,
             async_depth=async_depth,
             kernels=kernels,
+            model_impl=model_impl,
         )
         self.frontend = launch(self.config, process=process)
 

@@ -23,6 +23,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     block_size: int
     epoch: int
+    model_impl: str = "llmctl"  # or "transformers"
+    same_bits: bool = True  # whether a request's bits are promised not to depend on company or on luck
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

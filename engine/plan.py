@@ -13,7 +13,7 @@ from ..kernels import registry
 from ..kernels.device import default_threads, read_machine
 from .budget import MemoryBudget, memory_budget
 from .config import EngineConfig
-from .load.packed import PackedModel
+from .load.model import Model
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +23,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     isa: str
     bits: str
+    model_impl: str
     kernels: str
     threads: int
     weight_formats: tuple[str, ...]
@@ -40,26 +41,29 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def fingerprint(self) -> str:
         """Two engines with the same fingerprint give the same bits."""
-        same_bits = (self.digest, self.isa, self.bits, self.weight_formats, self.kv_format, registry.build_id())
+        same_bits = (
+            *(self.digest, self.model_impl, self.isa, self.bits, self.weight_formats, self.kv_format),
+            registry.build_id(),
+        )
         return "llmctl-" + hashlib.sha256(msgspec.json.encode(same_bits)).hexdigest()[:16]
 
 
-def resolve(config: EngineConfig, model: PackedModel) -> tuple[Plan, MemoryBudget]:
+def resolve(config: EngineConfig, model: Model) -> tuple[Plan, MemoryBudget]:
     """The plan for this model on this machine, and the memory budget that sized its KV pool.
 
     Raises UsageError for options that contradict the model, CapacityError when it does not fit.
     """
     config.check()
     threads = config.threads or default_threads()
-    weight_bytes = sum(weight.data.nbytes for weight in model.weights.values())
-    formats = tuple(sorted({weight.format.name for weight in model.weights.values()}))
-    budget = memory_budget(model.spec, weight_bytes, formats, config, read_machine().memory_available)
+    formats = model.weight_formats
+    budget = memory_budget(model.spec, model.weight_bytes, formats, config, read_machine().memory_available)
     isa, bits = registry.configure(config.kernels, threads)
     plan = Plan(
         model=model.name,
         digest=model.digest,
         isa=isa,
         bits=bits,
+        model_impl=model.implementation,
         kernels=config.kernels,
         threads=threads,
         weight_formats=formats,

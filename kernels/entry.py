@@ -16,6 +16,7 @@ from .ops import (
     EmbedArgs,
     KVCopyArgs,
     LinearArgs,
+    NormAddArgs,
     NormArgs,
     RopeStoreArgs,
     SampleArgs,
@@ -24,6 +25,7 @@ from .ops import (
 OPS = {
     "embed": EmbedArgs,
     "norm": NormArgs,
+    "norm_add": NormAddArgs,
     "linear": LinearArgs,
     "rope_store": RopeStoreArgs,
     "attend": AttendArgs,

@@ -215,11 +215,15 @@ class KVLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbedArgs:
-    """out[row] = dequantized weight[token[row]], weight [vocab, hidden]; packed like a linear: it may be the head."""
+    """out[row] = dequantized weight[token[row]] * scale; the weight, [vocab, hidden], may be the head's too.
+
+    It is packed like a linear's. `scale` is rounded to float32 first.
+    """
 
     batch: Batch
     weight: PackedWeight
     out: F32Array
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -235,6 +239,17 @@ class NormArgs:
     eps: float
     act: Act
     logit_rows_only: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormAddArgs:
+    """out[r] += x[r] / sqrt(mean(x[r]^2) + eps) * weight, over the batch's rows; the width is that of `weight`."""
+
+    batch: Batch
+    x: F32Array
+    weight: F32Array
+    eps: float
+    out: F32Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -259,7 +274,7 @@ class RopeStoreArgs:
 
     q [rows, heads * head_dim], k and v [rows, kv_heads * head_dim] (rows padded to panels), in place.
     Rotation pairs dimension i with i + head_dim / 2: (a, b) -> (a cos - b sin, b cos + a sin).
-    cos, sin: float32 [max_positions, head_dim / 2].
+    cos, sin: float32 [max_positions, head_dim / 2], or both None for no rotation.
     """
 
     batch: Batch
@@ -269,8 +284,8 @@ class RopeStoreArgs:
     q_norm: F32Array | None
     k_norm: F32Array | None
     norm_eps: float
-    cos: F32Array
-    sin: F32Array
+    cos: F32Array | None
+    sin: F32Array | None
     num_heads: int
     q_scale: float
     kv: KVLayer

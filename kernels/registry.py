@@ -23,6 +23,7 @@ from .ops import (
     KVCopy,
     KVCopyArgs,
     LinearArgs,
+    NormAddArgs,
     NormArgs,
     Op,
     Program,
@@ -39,7 +40,7 @@ _log = logging.getLogger(__name__)
 _registered: list[Entry] = []
 _warned: set[str] = set()
 
-StepArgs = EmbedArgs | NormArgs | LinearArgs | RopeStoreArgs | AttendArgs | ActMulArgs
+StepArgs = EmbedArgs | NormArgs | NormAddArgs | LinearArgs | RopeStoreArgs | AttendArgs | ActMulArgs
 
 
 def register(entry: Entry) -> None:

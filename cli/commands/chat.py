@@ -20,6 +20,7 @@ from ..options import EngineOptions, SamplingOptions
 
 if TYPE_CHECKING:
     from ...engine.frontend import Frontend
+    from ...engine.messages import EngineInfo
 
 
 def chat(
@@ -46,11 +47,15 @@ def chat(
             _answer_once(console, frontend, conversation, chosen, question)
             return
         read = line_editor(environment().cache / "chat_history")
-        console.say(
-            f"{frontend.info.model}, {frontend.info.weight_format}, {frontend.info.max_model_len} tokens", "bold"
-        )
+        console.say(heading(frontend.info), "bold")
         console.say(f"{describe(chosen)}; /help lists the commands", "dim")
         talk(console, frontend, conversation, chosen, read)
+
+
+def heading(info: EngineInfo) -> str:
+    """The model that answers, in a line."""
+    by = "" if info.model_impl == "llmctl" else f", computed by {info.model_impl}"
+    return f"{info.model}, {info.weight_format}, {info.max_model_len} tokens{by}"
 
 
 def chat_defaults(model_defaults: SamplingParams) -> SamplingParams:

@@ -63,6 +63,8 @@ def show(console: Console, diagnosis: Diagnosis) -> None:
                 f"{format_bytes(machine.memory_available)} available of {format_bytes(machine.memory_total)}",
             ],
             ["kernels", diagnosis.isa],
+            ["own decoder", ", ".join(diagnosis.families)],
+            ["other decoders", other_decoders(diagnosis)],
             ["default model", diagnosis.default_model or "not fetched yet (`llmctl models pull`)"],
             *([folder.purpose, f"{format_bytes(folder.bytes)} in {folder.path}"] for folder in diagnosis.caches),
         ],
@@ -73,6 +75,14 @@ def show(console: Console, diagnosis: Diagnosis) -> None:
     )
     for problem in diagnosis.problems:
         console.error(problem)
+
+
+def other_decoders(diagnosis: Diagnosis) -> str:
+    """What happens to a model that our own decoder does not know."""
+    version = diagnosis.packages["transformers"]
+    if not version:
+        return "none: transformers is not installed"
+    return f"the modules of transformers {version} on our cache and kernels; the same bits only if a trial passes"
 
 
 def kernel_rows(kernels: tuple[Choice, ...]) -> list[list[str]]:

@@ -39,7 +39,7 @@ def list_models(context: typer.Context, json: Json = False) -> None:
             entry.key[:SHOWN_KEY],
             entry.name,
             entry.dtype,
-            ", ".join(entry.formats),
+            contents(entry),
             format_bytes(entry.bytes),
             entry.source,
             entry.problem or "-",
@@ -60,13 +60,13 @@ def pull(
     Without a name it is LLMCTL_MODEL or the default model.
     """
     from ...engine.load.hub import resolve
-    from ...engine.load.packed import open_packed
+    from ...engine.load.model import open_model
 
     console: Console = context.obj
     settings = environment()
     with console.progress() as progress:
         source = resolve(name, environment=settings, progress=progress)
-        open_packed(source, dtype=dtype, cache=settings.cache, progress=progress)
+        open_model(source, implementation="auto", dtype=dtype, cache=settings.cache, progress=progress)
     console.data(str(source.path))
 
 
@@ -119,6 +119,13 @@ def prune(
     console.say(f"removed {len(removed)}, {format_bytes(sum(entry.bytes for entry in removed))}")
 
 
+def contents(entry: Entry) -> str:
+    """The formats of the entry's weights, or who reads them elsewhere."""
+    if entry.implementation != "llmctl":
+        return f"text only, for {entry.implementation}"
+    return ", ".join(entry.formats)
+
+
 def select(entries: tuple[Entry, ...], wanted: str) -> tuple[Entry, ...]:
     """The entries with this name, or the one whose key begins like this; "" means all."""
     found = tuple(entry for entry in entries if wanted in ("", entry.name) or entry.key.startswith(wanted))
@@ -139,7 +146,8 @@ def is_current(entry: Entry) -> bool:
     if entry.problem or not path.exists():
         return False
     try:
-        return entry_key(Source(path, "hf" if path.is_dir() else "gguf", entry.name), entry.dtype) == entry.key
+        source = Source(path, "hf" if path.is_dir() else "gguf", entry.name)
+        return entry_key(source, entry.dtype, entry.implementation) == entry.key
     except CheckpointError:
         return False
 
@@ -151,6 +159,7 @@ def as_json(entry: Entry) -> dict[str, object]:
         "model": entry.name,
         "dtype": entry.dtype,
         "formats": list(entry.formats),
+        "implementation": entry.implementation,
         "bytes": entry.bytes,
         "source": entry.source,
         "folder": str(entry.folder),

@@ -15,6 +15,8 @@ from ..options import EngineOptions, Json
 
 if TYPE_CHECKING:
     from ...engine.budget import MemoryBudget
+    from ...engine.load.hub import Source
+    from ...engine.models.arch import DecoderSpec
     from ...kernels.formats import WeightFormat
 
 LENGTHS = (512, 2048, 8192, 32768)  # worth knowing about, as far as the model goes
@@ -34,21 +36,37 @@ def plan(context: typer.Context, config: EngineOptions, json: Json = False) -> N
     Only headers are read; a model that is not on this machine is fetched first.
     """
     from ...engine.budget import memory_budget
-    from ...engine.load.checkpoint import open_checkpoint
     from ...engine.load.hub import resolve
+    from ...engine.load.model import why_transformers
     from ...kernels.device import read_machine
 
     console: Console = context.obj
     with console.progress() as progress:
         source = resolve(config.model, environment=environment(), progress=progress)
-    checkpoint = open_checkpoint(source)
-    size = packed_size(((t.format, t.shape) for t in checkpoint.tensors.values() if t.format is not None), config)
-    available = read_machine().memory_available
-    budget = memory_budget(checkpoint.spec, size.bytes, tuple(size.formats), config, available)
+    read = outline_of_modules if why_transformers(source, config.model_impl) else outline
+    spec, size = read(source, config)
+    budget = memory_budget(spec, size.bytes, tuple(size.formats), config, read_machine().memory_available)
     if json:
         console.json(as_json(source.name, size, budget))
     else:
         show(console, source.name, size, budget)
+
+
+def outline(source: Source, config: EngineConfig) -> tuple[DecoderSpec, PackedSize]:
+    """What our decoder would be made of."""
+    from ...engine.load.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(source)
+    tensors = ((t.format, t.shape) for t in checkpoint.tensors.values() if t.format is not None)
+    return checkpoint.spec, packed_size(tensors, config)
+
+
+def outline_of_modules(source: Source, config: EngineConfig) -> tuple[DecoderSpec, PackedSize]:
+    """What transformers' modules would be made of."""
+    from ...engine.load.transformers_model import describe_transformers
+
+    found = describe_transformers(source, config.dtype)
+    return found.spec, PackedSize(found.weight_bytes, {found.weight_format: found.num_packed})
 
 
 def packed_size(tensors: Iterable[tuple[WeightFormat, tuple[int, ...]]], config: EngineConfig) -> PackedSize:

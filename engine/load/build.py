@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
-import numpy as np
 
 from ...kernels.cpu.pack import LAYOUT_VERSION, pack, packed_bytes
 from ...kernels.errors import CapacityError, CheckpointError, UnsupportedModel, UsageError
@@ -129,9 +128,10 @@ def _write_entry(checkpoint: Checkpoint, key: str, dtype: str, folder: Path, pro
         name=checkpoint.source.name,
         source=str(checkpoint.source.path.resolve()),
         dtype=dtype,
+        implementation=checkpoint.implementation,
         spec=checkpoint.spec,
         tensors=tensors,
-        bytes=max(tensor.offset + tensor.bytes for tensor in tensors),
+        bytes=max((tensor.offset + tensor.bytes for tensor in tensors), default=HEADER_BYTES),
         text_bytes=(len(tokenizer_json), len(chat_json)),
     )
     (folder / TOKENIZER).write_bytes(tokenizer_json)
@@ -197,9 +197,9 @@ def _packed(checkpoint: Checkpoint, tensor: PackedTensor, dtype: str) -> Array:
         order = checkpoint.tensors[tensor.name].order
         assert order is not None, tensor
         return order
-    weight = checkpoint.read(tensor.name)
     if tensor.format == VECTOR:
-        return np.ascontiguousarray(weight.dequantize())
+        return checkpoint.read_vector(tensor.name)
+    weight = checkpoint.read(tensor.name)
     weight = convert(tensor.name, weight, target_format(weight.format, dtype))
     return pack(weight.format, weight.data, weight.scales, weight.zeros)
 

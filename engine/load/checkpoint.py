@@ -7,6 +7,7 @@ otherwise become a model that runs and writes nonsense.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +22,11 @@ from ...quant.formats import detect, gguf, gguf_model, gguf_tokenizer, quantized
 from ...quant.formats.stored import StoredTensor, shape_text
 from ...quant.tensor import Array, WeightTensor
 from ..models.arch import DecoderSpec
-from ..models.families import decoder_spec, decoder_tensors
+from ..models.families import LanguagePart, decoder_spec, decoder_tensors, language_part
 from .hub import Source
 from .text import ChatInfo, ModelText, check_tokenizer_files, folder_text, read_json
+
+log = logging.getLogger(__name__)
 
 _CHUNK = 1 << 22
 # Rope buffers of old writers, which are recomputed, and scales for a quantized KV cache, which ours is not.
@@ -41,7 +44,11 @@ class TensorFiles(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """`tensors` are those the decoder uses, in its order; `load_text` may be slow (it converts old tokenizers)."""
+    """`tensors` are those the decoder uses, in its order; `load_text` may be slow (it converts old tokenizers).
+
+    implementation  what computes the model: our decoder, or another that reads the weights itself, and then there are
+                    no tensors here
+    """
 
     source: Source
     config: Mapping[str, object]
@@ -49,6 +56,7 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
     files: TensorFiles
     load_text: Callable[[], ModelText]
+    implementation: str = "llmctl"
 
     def read(self, name: str) -> WeightTensor:
         """The tensor, all of it finite; CheckpointError names the first NaN or infinity."""
@@ -62,6 +70,30 @@ class Checkpoint:
                     "the file is broken, or the model was trained or converted into this",
                 )
         return weight
+
+    def read_vector(self, name: str) -> npt.NDArray[np.float32]:
+        """The norm or bias as float32, norms with the spec's offset added.
+
+        It is added here, once: transformers adds it to the same float32 value at every use.
+        """
+        values = np.ascontiguousarray(self.read(name).dequantize())
+        return values + np.float32(self.spec.norm_offset) if name.endswith("norm.weight") else values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LanguageFiles:
+    """The tensors of the decoder inside a model of several parts, named as if it were alone."""
+
+    tensors: Mapping[str, StoredTensor]
+    files: TensorFiles
+
+    def check_readable(self, name: str) -> None:
+        """Raise what `read` would."""
+        self.files.check_readable(self.tensors[name].name)
+
+    def read(self, name: str) -> WeightTensor:
+        """The tensor as stored."""
+        return self.files.read(self.tensors[name].name)
 
 
 def open_checkpoint(source: Source) -> Checkpoint:
@@ -79,13 +111,14 @@ def open_checkpoint(source: Source) -> Checkpoint:
         check_tokenizer_files(folder)
         files = _folder_files(folder, config)
         load_text = partial(folder_text, folder, config)
+        part = language_part(config)
+        if part is not None:
+            files, config = _language_files(source, files, part), part.config
     spec = decoder_spec(config)
-    return Checkpoint(source, config, spec, _check_tensors(source, config, spec, files), files, load_text)
+    return Checkpoint(source, config, spec, _check_tensors(source, spec, files), files, load_text)
 
 
-def _check_tensors(
-    source: Source, config: Mapping[str, object], spec: DecoderSpec, files: TensorFiles
-) -> dict[str, StoredTensor]:
+def _check_tensors(source: Source, spec: DecoderSpec, files: TensorFiles) -> dict[str, StoredTensor]:
     """The decoder's tensors in its order, each present, readable and of the shape the config says."""
     rules = decoder_tensors(spec)
     unknown = [name for name in files.tensors if name not in rules and not name.endswith(_UNUSED)]
@@ -95,12 +128,7 @@ def _check_tensors(
             f"not use: {_some(unknown)}",
             "the model is of another family, or its config is for another checkpoint",
         )
-    tied = config.get("tie_word_embeddings") is True
-    missing = [
-        name
-        for name, rule in rules.items()
-        if name not in files.tensors and (rule.required or (name == "lm_head.weight" and not tied))
-    ]
+    missing = [name for name, rule in rules.items() if rule.required and name not in files.tensors]
     if missing:
         raise CheckpointError(
             f"`{source.path}` lacks {len(missing)} of the tensors that its config asks for: {_some(missing)}",
@@ -136,6 +164,13 @@ def _folder_files(folder: Path, config: Mapping[str, object]) -> TensorFiles:
     if quantization is None:
         return safetensors.open_files(folder)
     return quantized.open_linears(safetensors.open_files(folder), detect.detect_format(quantization), folder)
+
+
+def _language_files(source: Source, files: TensorFiles, part: LanguagePart) -> LanguageFiles:
+    named = {name: part.name(name) for name in files.tensors}
+    left_out = sum(own is None for own in named.values())
+    log.info("%s: text only, %d tensors of its other parts are left out", source.name, left_out)
+    return LanguageFiles({own: files.tensors[name] for name, own in named.items() if own is not None}, files)
 
 
 def _gguf_text(file: gguf.GGUFFile) -> ModelText:

@@ -21,7 +21,7 @@ from ...kernels.formats import parse_weight_format
 from ..models.arch import DecoderSpec
 from .text import ChatInfo
 
-ENTRY_VERSION = 1
+ENTRY_VERSION = 2
 ALIGNMENT = 64
 VECTOR = "vector"  # the format of what is no matrix
 ORDER = "order"  # in which the weight of the same name, which follows, reads its inputs
@@ -47,6 +47,8 @@ class PackedTensor(msgspec.Struct, frozen=True, array_like=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """`bytes` is the size of weights.bin, `text_bytes` those of tokenizer.json and chat.json.
 
+    `implementation` computes the model. One that is not ours reads the weights itself, and there are no tensors here.
+
     `digest` is the SHA-256 of the weights behind the header, tokenizer.json, chat.json, and of what this manifest says
     about the model, but not where it came from: the same model from two places has the same digest.
     """
@@ -57,6 +59,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     source: str
     dtype: str
+    implementation: str
     spec: DecoderSpec
     tensors: tuple[PackedTensor, ...]
     bytes: int

@@ -20,11 +20,12 @@ import numpy as np
 from ...kernels.cpu.pack import LAYOUT_VERSION
 from ...kernels.errors import CheckpointError, UsageError
 from ...kernels.formats import parse_weight_format
-from ...kernels.ops import F32Array, I32Array, PackedWeight
+from ...kernels.ops import Batch, F32Array, I32Array, KVLayer, PackedWeight
 from ...quant.formats.detect import CONFIG_FILES
 from ...quant.formats.safetensors import INDEX_NAME, weight_files
 from ...quant.formats.stored import map_file
 from ..models.arch import DecoderSpec
+from ..models.decoder import Decoder, Limits, build_decoder
 from .build import build_entry, remove_abandoned
 from .checkpoint import open_checkpoint
 from .convert import TARGETS
@@ -64,6 +65,20 @@ class PackedModel:
     folder: Path
     chat: ChatInfo
     digest: str
+    implementation: str = "llmctl"
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the packed weights take; vectors are few and not counted."""
+        return sum(weight.data.nbytes for weight in self.weights.values())
+
+    @property
+    def weight_formats(self) -> tuple[str, ...]:
+        return tuple(sorted({weight.format.name for weight in self.weights.values()}))
+
+    def build(self, batch: Batch, kv: Mapping[int, KVLayer], limits: Limits, kernels: str) -> Decoder:
+        """Our decoder over these weights; `kv` is each layer's part of the cache."""
+        return build_decoder(self.spec, self.weights, self.vectors, batch, kv, limits, kernels)
 
     @property
     def tokenizer_path(self) -> Path:
@@ -90,6 +105,7 @@ class Entry:
     dtype: str = ""
     formats: tuple[str, ...] = ()
     problem: str = ""
+    implementation: str = "llmctl"
 
 
 def open_packed(source: Source, *, dtype: str = "auto", cache: Path, progress: Progress | None = None) -> PackedModel:
@@ -115,14 +131,14 @@ def open_packed(source: Source, *, dtype: str = "auto", cache: Path, progress: P
         raise CheckpointError(f"the packed weights in `{folder}` do not stay whole: {error}") from error
 
 
-def entry_key(source: Source, dtype: str) -> str:
+def entry_key(source: Source, dtype: str, implementation: str = "llmctl") -> str:
     """The name of the source's entry: a hash over the head of every file, its size and time, and what was asked."""
     if source.kind == "gguf":
         files: tuple[Path, ...] = (source.path,)
     else:
         names = (*TEXT_FILES, *CONFIG_FILES, INDEX_NAME)
         files = tuple(path for name in names if (path := source.path / name).is_file()) + weight_files(source.path)
-    parts: list[object] = [ENTRY_VERSION, LAYOUT_VERSION, dtype]
+    parts: list[object] = [ENTRY_VERSION, LAYOUT_VERSION, dtype, implementation]
     for path in files:
         try:
             with path.open("rb") as file:
@@ -147,7 +163,8 @@ def list_entries(cache: Path) -> tuple[Entry, ...]:
             entries.append(Entry(folder.name, folder, size, problem=str(error)))
             continue
         formats = tuple(dict.fromkeys(t.format for t in manifest.tensors if t.format not in (VECTOR, ORDER)))
-        entries.append(Entry(folder.name, folder, size, manifest.name, manifest.source, manifest.dtype, formats))
+        made_of = manifest.name, manifest.source, manifest.dtype
+        entries.append(Entry(folder.name, folder, size, *made_of, formats, implementation=manifest.implementation))
     return tuple(entries)
 
 

@@ -25,7 +25,16 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A decoder's shape. Sizes are counts of elements; `windows` has one entry per layer, 0 for full attention."""
+    """A decoder's shape. Sizes are counts of elements.
+
+    windows          one entry per layer: positions that a query sees, its own included; 0 for full attention
+    rope_local       the rope of layers that have a window, None if theirs is `rope` too
+    query_scale      scores are query . key times this; 0 stands for 1 / sqrt(head_dim)
+    embedding_scale  embedding rows are multiplied with it, rounded to the type that the weight is stored in
+    norm_offset      what is added to the stored weights of every norm
+    sandwich_norms   each half of a layer also ends in a norm, before it is added to the residual stream
+    tied_head        a checkpoint may lack a head: it is the embedding then
+    """
 
     family: str  # for display only: nothing outside families.py may test it
     num_layers: int
@@ -40,3 +49,17 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rope: RopeSpec
     activation: str = "silu"  # silu | gelu_tanh
     windows: tuple[int, ...] = ()
+    rope_local: RopeSpec | None = None
+    query_scale: float = 0.0
+    embedding_scale: float = 1.0
+    norm_offset: float = 0.0
+    sandwich_norms: bool = False
+    tied_head: bool = False
+
+    def window(self, layer: int) -> int:
+        """The layer's window, 0 for full attention."""
+        return self.windows[layer] if self.windows else 0
+
+    def rope_of(self, layer: int) -> RopeSpec:
+        """How the layer rotates its queries and keys."""
+        return self.rope_local if self.rope_local is not None and self.window(layer) else self.rope

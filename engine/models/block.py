@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ...kernels.errors import UnsupportedModel
 from ...quant.sites import ScaleSite
 from .arch import DecoderSpec
 from .rope import inverse_frequencies
@@ -38,15 +39,15 @@ def dense_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int)
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+    """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, spec: DecoderSpec) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, device="meta"))
-        self.eps = eps
+        self.eps, self.offset = spec.norm_eps, spec.norm_offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (self.offset + self.weight)
 
 
 class Attention(nn.Module):
@@ -54,7 +55,7 @@ class Attention(nn.Module):
 
     def __init__(self, spec: DecoderSpec, layer: int, names: frozenset[str]) -> None:
         super().__init__()
-        self.window = spec.windows[layer] if spec.windows else 0
+        self.window = spec.window(layer)
         self.head_dim = spec.head_dim
         query, value = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.q_proj = _linear(spec.hidden_size, query, "self_attn.q_proj", names)
@@ -63,14 +64,16 @@ class Attention(nn.Module):
         self.o_proj = _linear(query, spec.hidden_size, "self_attn.o_proj", names)
         self.q_norm = _head_norm(spec, "self_attn.q_norm", names)
         self.k_norm = _head_norm(spec, "self_attn.k_norm", names)
-        self.frequencies = torch.from_numpy(inverse_frequencies(spec.rope, spec.head_dim))
+        self.frequencies = torch.from_numpy(inverse_frequencies(spec.rope_of(layer), spec.head_dim))
+        # `attend` scales scores by 1 / sqrt(head_dim)
+        self.query_factor = spec.query_scale * spec.head_dim**0.5 if spec.query_scale else 1.0
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         q, k, v = (self._heads(linear(x)) for linear in (self.q_proj, self.k_proj, self.v_proj))
         angles = (positions.float()[:, None] * self.frequencies).double()
         cos, sin = angles.cos().float(), angles.sin().float()
         q, k = (_rotated(norm(heads), cos, sin) for norm, heads in ((self.q_norm, q), (self.k_norm, k)))
-        mixed = attend(q, k, v, self.window)
+        mixed = attend(q * self.query_factor, k, v, self.window)
         out: torch.Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -104,23 +107,41 @@ class DecoderBlock(nn.Module):
     def __init__(self, spec: DecoderSpec, layer: int, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         names = frozenset(tensors)
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec)
         self.self_attn = Attention(spec, layer, names)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec)
         self.mlp = FeedForward(spec, names)
+        self.sandwich = spec.sandwich_norms
+        if self.sandwich:
+            self.pre_feedforward_layernorm = RMSNorm(spec.hidden_size, spec)
+            self.post_feedforward_layernorm = RMSNorm(spec.hidden_size, spec)
+        self.norm_offset = spec.norm_offset
         self.shared_heads = (spec.num_heads // spec.num_kv_heads, spec.head_dim)
         self.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
         self.requires_grad_(False)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """x [batch, tokens, hidden] after this layer; positions int [tokens]."""
-        x = x + self.self_attn(self.input_layernorm(x), positions, attend)
-        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        mixed = self.self_attn(self.input_layernorm(x), positions, attend)
+        if self.sandwich:
+            x = x + self.post_attention_layernorm(mixed)
+            fed = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        else:
+            x = x + mixed
+            fed = self.mlp(self.post_attention_layernorm(x))
+        out: torch.Tensor = x + fed
         return out
 
     @property
     def sites(self) -> tuple[ScaleSite, ...]:
-        """Its Linears by what produces their inputs: AutoAWQ's mapping, with value heads shared by query heads too."""
+        """Its Linears by what produces their inputs: AutoAWQ's mapping, with value heads shared by query heads too.
+
+        Raises UnsupportedModel for norms with an offset or sandwich norms, into which no scale can be folded as it is.
+        """
+        if self.sandwich or self.norm_offset:
+            raise UnsupportedModel(
+                "activation-aware scales cannot be folded into this family's norms", "quantize it with `--method rtn`"
+            )
         return (
             ScaleSite("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
             ScaleSite("self_attn.v_proj", ("self_attn.o_proj",), self.shared_heads),
@@ -134,7 +155,7 @@ def _linear(inputs: int, outputs: int, name: str, names: frozenset[str]) -> nn.L
 
 
 def _head_norm(spec: DecoderSpec, name: str, names: frozenset[str]) -> nn.Module:
-    return RMSNorm(spec.head_dim, spec.norm_eps) if f"{name}.weight" in names else nn.Identity()
+    return RMSNorm(spec.head_dim, spec) if f"{name}.weight" in names else nn.Identity()
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """One decoder for every family in the table: a `DecoderSpec` and packed weights become a recorded Program.
 
-A layer is norm, q/k/v, rope + KV store, attend, o; norm, gate/up, activation, down. What differs between families is in
-the spec, or shows in the tensors that are there (biases, query and key norms, a separate head).
+A layer is norm, q/k/v, rope + KV store, attend, o; norm, gate/up, activation, down; and with sandwich norms, one more
+norm after o and after down. What differs between families is in the spec, or shows in the tensors that are there
+(biases, query and key norms, a separate head).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...kernels import registry
+from ...kernels.formats import BF16, F16, WeightFormat
 from ...kernels.ops import (
     Act,
     ActMulArgs,
@@ -21,6 +23,7 @@ from ...kernels.ops import (
     F32Array,
     KVLayer,
     LinearArgs,
+    NormAddArgs,
     NormArgs,
     Op,
     PackedWeight,
@@ -31,7 +34,7 @@ from ...kernels.ops import (
     make_rows,
     with_orders,
 )
-from .arch import DecoderSpec
+from .arch import DecoderSpec, RopeSpec
 from .rope import rope_tables
 
 
@@ -47,10 +50,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoder:
-    """`program.replay()` computes `logits` [max_logit_rows, vocabulary padded to panels] for the rows in the batch."""
+    """`program.replay()` computes `logits` [max_logit_rows, vocabulary padded to panels] for the rows in the batch.
+
+    `ops` are in the order in which they run; `kinds` says what each is, alike in every layer ("norm", "linear q_proj").
+    """
 
     program: Program
     ops: tuple[Op, ...]
+    kinds: tuple[str, ...]
     logits: F32Array
     hidden: F32Array
 
@@ -88,31 +95,35 @@ class _Builder:
         self.spec, self.weights, self.vectors = spec, weights, vectors
         self.batch, self.kv, self.limits, self.kernels = batch, kv, limits, kernels
         self.ops: list[Op] = []
+        self.kinds: list[str] = []
         self.acts: dict[tuple[str, tuple[tuple[str, int], ...]], Act] = {}
         self.buffers: dict[str, F32Array] = {}
+        self.ropes: dict[RopeSpec, tuple[F32Array, F32Array]] = {}
 
     def build(self) -> Decoder:
         spec, rows = self.spec, self.limits.max_rows
         embedding = self.weights["model.embed_tokens.weight"]
         head = self.weights.get("lm_head.weight", embedding)
         hidden = make_rows(spec.hidden_size, rows)
-        self.add("embed", EmbedArgs(self.batch, embedding, hidden))
-        cos, sin = rope_tables(spec, self.limits.max_positions)
+        scale = scale_as_stored(spec.embedding_scale, embedding.format)
+        self.add("embed", EmbedArgs(self.batch, embedding, hidden, scale))
         for layer in range(spec.num_layers):
-            self.attention(layer, hidden, cos, sin)
+            self.attention(layer, hidden)
             self.feed_forward(layer, hidden)
         logits = make_rows(spec.vocab_size, self.limits.max_logit_rows)
         act = make_act(spec.hidden_size, self.limits.max_logit_rows, self.limits.threads, (head.format,), (head.order,))
         self.norm("model.norm", hidden, act, logit_rows_only=True)
-        self.add("linear", LinearArgs(self.batch, act, head, None, logits, False, True))
+        self.add("linear", LinearArgs(self.batch, act, head, None, logits, False, True), "lm_head")
         program = registry.record(self.ops, self.batch, kernels=self.kernels)
-        return Decoder(program, tuple(self.ops), logits, hidden)
+        return Decoder(program, tuple(self.ops), tuple(self.kinds), logits, hidden)
 
-    def attention(self, layer: int, hidden: F32Array, cos: F32Array, sin: F32Array) -> None:
-        spec, name, kv = self.spec, f"model.layers.{layer}.self_attn", self.kv[layer]
+    def attention(self, layer: int, hidden: F32Array) -> None:
+        spec, kv = self.spec, self.kv[layer]
+        prefix = f"model.layers.{layer}"
+        name = f"{prefix}.self_attn"
         q, k, v = (self.rows(part, n) for part, n in zip("qkv", self.qkv_widths(), strict=True))
         inputs = self.act("attention input", spec.hidden_size, [f"{name}.{part}_proj" for part in "qkv"])
-        self.norm(f"model.layers.{layer}.input_layernorm", hidden, inputs)
+        self.norm(f"{prefix}.input_layernorm", hidden, inputs)
         for part, out in zip("qkv", (q, k, v), strict=True):
             self.linear(f"{name}.{part}_proj", inputs, out)
         self.add(
@@ -120,25 +131,42 @@ class _Builder:
             RopeStoreArgs(
                 self.batch, q, k, v,
                 self.vectors.get(f"{name}.q_norm.weight"), self.vectors.get(f"{name}.k_norm.weight"), spec.norm_eps,
-                cos, sin, spec.num_heads, spec.head_dim**-0.5, kv,
+                *self.rope(layer), spec.num_heads, spec.query_scale or spec.head_dim**-0.5, kv,
             ),
         )  # fmt: skip
         mixed = self.act("attention output", spec.num_heads * spec.head_dim, [f"{name}.o_proj"])
-        window = spec.windows[layer] if spec.windows else 0
         positions = self.limits.max_positions
-        self.add("attend", AttendArgs(self.batch, q, spec.num_heads, kv, window, positions, mixed))
-        self.linear(f"{name}.o_proj", mixed, hidden, add=True)
+        self.add("attend", AttendArgs(self.batch, q, spec.num_heads, kv, spec.window(layer), positions, mixed))
+        self.join(f"{name}.o_proj", mixed, f"{prefix}.post_attention_layernorm", hidden)
 
     def feed_forward(self, layer: int, hidden: F32Array) -> None:
-        spec, name = self.spec, f"model.layers.{layer}.mlp"
+        spec, prefix = self.spec, f"model.layers.{layer}"
+        name = f"{prefix}.mlp"
         inputs = self.act("ffn input", spec.hidden_size, [f"{name}.gate_proj", f"{name}.up_proj"])
         gate, up = self.rows("gate", spec.ffn_size), self.rows("up", spec.ffn_size)
-        self.norm(f"model.layers.{layer}.post_attention_layernorm", hidden, inputs)
+        first = "pre_feedforward_layernorm" if spec.sandwich_norms else "post_attention_layernorm"
+        self.norm(f"{prefix}.{first}", hidden, inputs)
         self.linear(f"{name}.gate_proj", inputs, gate)
         self.linear(f"{name}.up_proj", inputs, up)
         product = self.act("ffn product", spec.ffn_size, [f"{name}.down_proj"])
         self.add("act_mul", ActMulArgs(self.batch, gate, up, spec.activation, product))
-        self.linear(f"{name}.down_proj", product, hidden, add=True)
+        self.join(f"{name}.down_proj", product, f"{prefix}.post_feedforward_layernorm", hidden)
+
+    def join(self, name: str, act: Act, norm: str, hidden: F32Array) -> None:
+        """Add a half's result to the residual stream, through `norm` if halves end in one."""
+        if not self.spec.sandwich_norms:
+            self.linear(name, act, hidden, add=True)
+            return
+        half = self.rows("half", self.spec.hidden_size)
+        self.linear(name, act, half)
+        self.add("norm_add", NormAddArgs(self.batch, half, self.vectors[f"{norm}.weight"], self.spec.norm_eps, hidden))
+
+    def rope(self, layer: int) -> tuple[F32Array, F32Array]:
+        """The layer's tables, shared by all layers of one rope."""
+        rope = self.spec.rope_of(layer)
+        if rope not in self.ropes:
+            self.ropes[rope] = rope_tables(rope, self.spec.head_dim, self.limits.max_positions)
+        return self.ropes[rope]
 
     def qkv_widths(self) -> tuple[int, int, int]:
         spec = self.spec
@@ -168,7 +196,20 @@ class _Builder:
         bias = self.vectors.get(f"{name}.bias")
         if bias is not None:
             bias = np.pad(bias, (0, -len(bias) % 16))
-        self.add("linear", LinearArgs(self.batch, act, self.weights[f"{name}.weight"], bias, out, add, False))
+        args = LinearArgs(self.batch, act, self.weights[f"{name}.weight"], bias, out, add, False)
+        self.add("linear", args, name.rpartition(".")[2])
 
-    def add(self, op: str, args: registry.StepArgs) -> None:
-        self.ops.extend(registry.bind(op, args, kernels=self.kernels))
+    def add(self, op: str, args: registry.StepArgs, part: str = "") -> None:
+        bound = registry.bind(op, args, kernels=self.kernels)
+        self.ops.extend(bound)
+        self.kinds.extend([f"{op} {part}".rstrip()] * len(bound))
+
+
+def scale_as_stored(scale: float, format: WeightFormat) -> float:
+    """The scale rounded to the float type of the weight that it is for, as transformers does; else to float32."""
+    if format == F16:
+        return float(np.float16(scale))
+    if format == BF16:
+        bits = int(np.float32(scale).view(np.uint32))
+        return float(np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32))
+    return float(np.float32(scale))

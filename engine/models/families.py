@@ -2,24 +2,24 @@
 
 What the tensors can tell (biases, a separate head, query and key norms) is not read from the config. What no kernel
 here computes is refused by name, never left out: a model that runs with a part missing still writes fluent text.
-Both styles of config are read, `rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from ...kernels.errors import CheckpointError, UnsupportedModel
 from .arch import DecoderSpec, RopeSpec
-
-Config = Mapping[str, object]
+from .fields import Config, flag_field, float_field, int_field
+from .rope_config import layered_ropes, rope_spec
 
 MAX_LAYERS = 1024  # a config that asks for more is broken; keeps a wrong number from becoming a huge table
+_INNER_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_ROPE_KINDS = ("default", "linear", "llama3", "factors")
 
 
 def decoder_spec(config: Config) -> DecoderSpec:
@@ -35,7 +35,39 @@ def decoder_spec(config: Config) -> DecoderSpec:
 
 def known_families() -> tuple[str, ...]:
     """Every `model_type` that can be run."""
-    return tuple(_FAMILIES)
+    return (*_FAMILIES, *_LANGUAGE_PARTS)
+
+
+@dataclass(frozen=True, slots=True)
+class LanguagePart:
+    """The decoder inside a model that also sees: its config, and how its tensors are told from the others.
+
+    prefixes  beginnings of its tensors' names, and what stands for them in a decoder that is alone
+    others    beginnings of the names of tensors that belong to the other parts
+    """
+
+    config: Config
+    prefixes: tuple[tuple[str, str], ...]
+    others: tuple[str, ...]
+
+    def name(self, name: str) -> str | None:
+        """What the tensor is called in a decoder that is alone, None for a tensor of the other parts."""
+        if name.startswith(self.others):
+            return None
+        return next((own + name[len(start) :] for start, own in self.prefixes if name.startswith(start)), name)
+
+
+def language_part(config: Config) -> LanguagePart | None:
+    """The decoder in a model of several parts, None if the config is of a decoder alone."""
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in _LANGUAGE_PARTS:
+        return None
+    own = config.get("text_config")
+    if not isinstance(own, dict):
+        raise CheckpointError(f"`text_config` in the config is {own!r}, expected an object")
+    decoder, prefixes, others = _LANGUAGE_PARTS[family]
+    shared = {key: config[key] for key in _SHARED if key in config}
+    return LanguagePart({"model_type": decoder, **own, **shared}, prefixes, others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +99,14 @@ def decoder_tensors(spec: DecoderSpec) -> dict[str, TensorRule]:
     rules = {
         "model.embed_tokens.weight": _rule(vocab, hidden),
         "model.norm.weight": _rule(hidden),
-        "lm_head.weight": _rule(vocab, hidden, required=False),
+        "lm_head.weight": _rule(vocab, hidden, required=not spec.tied_head),
     }
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
         for name, (outputs, inputs) in linears.items():
             rules[f"{prefix}{name}.weight"] = _rule(outputs, inputs)
             rules[f"{prefix}{name}.bias"] = _rule(outputs, required=False)
-        for name in ("input_layernorm", "post_attention_layernorm"):
+        for name in ("input_layernorm", "post_attention_layernorm", *(_INNER_NORMS if spec.sandwich_norms else ())):
             rules[f"{prefix}{name}.weight"] = _rule(hidden)
         for name in ("self_attn.q_norm", "self_attn.k_norm"):
             rules[f"{prefix}{name}.weight"] = _rule(head, required=False)
@@ -101,7 +133,7 @@ def _llama(config: Config) -> DecoderSpec:
 
 
 def _mistral(config: Config) -> DecoderSpec:
-    layers = _int(config, "num_hidden_layers", high=MAX_LAYERS)
+    layers = int_field(config, "num_hidden_layers", high=MAX_LAYERS)
     window = _window(config, default=4096)
     return _spec(config, "mistral", _layer_windows(config, layers, window, first=0))
 
@@ -114,20 +146,76 @@ def _qwen3(config: Config) -> DecoderSpec:
     return _spec(config, "qwen3", _qwen_windows(config), default_head_dim=128)
 
 
+# What transformers takes a missing key of a Gemma 3 config to be; the files of Gemma's makers leave out many.
+_GEMMA3_DEFAULTS = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window_pattern": 6,
+}
+
+
+def _gemma3(config: Config) -> DecoderSpec:
+    """Gemma 3 without its eyes. `norm_offset_added` is a key of ours, for files whose norms hold the 1 already."""
+    if "sliding_window" in config and config["sliding_window"] is None:
+        raise UnsupportedModel("sliding_window is null", "a Gemma 3 decoder has layers with a window")
+    config = _GEMMA3_DEFAULTS | {key: value for key, value in config.items() if value is not None}
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if key in config:
+            raise UnsupportedModel(f"`{key}` is {config[key]}", "models with soft caps on their logits cannot be run")
+    if flag_field(config, "use_bidirectional_attention", default=False):
+        raise UnsupportedModel("attention is bidirectional (use_bidirectional_attention)", "use a causal model")
+    layers = int_field(config, "num_hidden_layers", high=MAX_LAYERS)
+    window, pattern = int_field(config, "sliding_window", default=4096), int_field(config, "sliding_window_pattern")
+    every = tuple(window if (layer + 1) % pattern else 0 for layer in range(layers))
+    windows = every if config.get("layer_types") is None else _layer_windows(config, layers, window, first=0)
+    full, local = layered_ropes(config, int_field(config, "head_dim"), theta=1e6, local_theta=1e4)
+    plain = _spec(config | {"hidden_act": config["hidden_activation"]}, "gemma3", windows, rope=full)
+    return msgspec.structs.replace(
+        plain,
+        rope_local=local,
+        query_scale=float_field(config, "query_pre_attn_scalar") ** -0.5,
+        embedding_scale=plain.hidden_size**0.5,
+        norm_offset=0.0 if flag_field(config, "norm_offset_added", default=False) else 1.0,
+        sandwich_norms=True,
+    )
+
+
 _FAMILIES: dict[str, Callable[[Config], DecoderSpec]] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "gemma3_text": _gemma3,
+}
+
+_SHARED = ("tie_word_embeddings",)  # what the config of the whole says for the decoder
+# Models that also see: the decoder's own family, its tensors' prefixes, and those of the other parts.
+_LANGUAGE_PARTS: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[str, ...]]] = {
+    "gemma3": (
+        "gemma3_text",
+        (("language_model.", ""), ("model.language_model.", "model.")),
+        ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    ),
 }
 
 
-def _spec(config: Config, family: str, windows: tuple[int, ...], default_head_dim: int = 0) -> DecoderSpec:
-    hidden = _int(config, "hidden_size")
-    heads = _int(config, "num_attention_heads")
-    kv_heads = _int(config, "num_key_value_heads", default=heads)
-    head_dim = _int(config, "head_dim", default=default_head_dim or hidden // heads)
-    layers = _int(config, "num_hidden_layers", high=MAX_LAYERS)
+def _spec(
+    config: Config, family: str, windows: tuple[int, ...], default_head_dim: int = 0, rope: RopeSpec | None = None
+) -> DecoderSpec:
+    hidden = int_field(config, "hidden_size")
+    heads = int_field(config, "num_attention_heads")
+    kv_heads = int_field(config, "num_key_value_heads", default=heads)
+    head_dim = int_field(config, "head_dim", default=default_head_dim or hidden // heads)
+    layers = int_field(config, "num_hidden_layers", high=MAX_LAYERS)
     if heads % kv_heads:
         raise CheckpointError(f"num_attention_heads is {heads}, no multiple of num_key_value_heads, {kv_heads}")
     if head_dim % 2:
@@ -142,20 +230,21 @@ def _spec(config: Config, family: str, windows: tuple[int, ...], default_head_di
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        ffn_size=_int(config, "intermediate_size"),
-        vocab_size=_int(config, "vocab_size"),
-        context_length=_int(config, "max_position_embeddings"),
-        norm_eps=_float(config, "rms_norm_eps", default=1e-6),
-        rope=_rope(config, head_dim),
+        ffn_size=int_field(config, "intermediate_size"),
+        vocab_size=int_field(config, "vocab_size"),
+        context_length=int_field(config, "max_position_embeddings"),
+        norm_eps=float_field(config, "rms_norm_eps", default=1e-6),
+        rope=rope or rope_spec(config, head_dim),
         activation=_ACTIVATIONS[activation],
         windows=windows or (0,) * layers,
+        tied_head=flag_field(config, "tie_word_embeddings", default=False),
     )
 
 
 def _qwen_windows(config: Config) -> tuple[int, ...]:
-    layers = _int(config, "num_hidden_layers", high=MAX_LAYERS)
+    layers = int_field(config, "num_hidden_layers", high=MAX_LAYERS)
     window = _window(config, default=4096) if config.get("use_sliding_window", False) else 0
-    first = _int(config, "max_window_layers", default=28, low=0)
+    first = int_field(config, "max_window_layers", default=28, low=0)
     return _layer_windows(config, layers, window, first)
 
 
@@ -163,7 +252,7 @@ def _window(config: Config, default: int) -> int:
     """Positions a query sees in a sliding layer, 0 for all; `null` means all, a missing key the family's default."""
     if "sliding_window" in config and config["sliding_window"] is None:
         return 0
-    return _int(config, "sliding_window", default=default, low=0)
+    return int_field(config, "sliding_window", default=default, low=0)
 
 
 def _layer_windows(config: Config, layers: int, window: int, first: int) -> tuple[int, ...]:
@@ -179,78 +268,3 @@ def _layer_windows(config: Config, layers: int, window: int, first: int) -> tupl
     if unknown:
         raise UnsupportedModel(f"layer type `{unknown[0]}` (layer_types)", f"supported: {', '.join(known)}")
     return tuple(known[kind] for kind in types)
-
-
-def _rope(config: Config, head_dim: int) -> RopeSpec:
-    rope = _rope_parameters(config)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(kind, str) or kind not in _ROPE_KINDS:
-        raise UnsupportedModel(f"rope type `{kind}`", "supported: default, linear, llama3")
-    for source in (rope, config):
-        if source.get("partial_rotary_factor") not in (None, 1, 1.0):
-            raise UnsupportedModel(f"partial_rotary_factor is {source['partial_rotary_factor']}", "supported: 1.0")
-    theta = _float(rope, "rope_theta", default=_float(config, "rope_theta", default=10000.0))
-    if kind == "linear":
-        return RopeSpec(theta=theta, kind=kind, factor=_float(rope, "factor"))
-    if kind == "factors":
-        return RopeSpec(theta=theta, kind=kind, factors=_factors(rope, head_dim))
-    if kind == "llama3":
-        low, high = _float(rope, "low_freq_factor"), _float(rope, "high_freq_factor")
-        if low >= high:
-            raise CheckpointError(f"low_freq_factor is {low}, it must be less than high_freq_factor, which is {high}")
-        context = _int(config, "max_position_embeddings")
-        return RopeSpec(
-            theta=theta,
-            kind=kind,
-            factor=_float(rope, "factor"),
-            low_freq_factor=low,
-            high_freq_factor=high,
-            original_context=_int(rope, "original_max_position_embeddings", default=context),
-        )
-    return RopeSpec(theta=theta)
-
-
-def _rope_parameters(config: Config) -> Mapping[str, object]:
-    """The one set of rope parameters, from either style of config."""
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(found, dict):
-        raise CheckpointError(f"rope_parameters or rope_scaling is {found!r}, expected an object")
-    if found and all(isinstance(value, dict) for value in found.values()):
-        sets: list[dict[str, object]] = list(found.values())
-        if any(item != sets[0] for item in sets):
-            raise UnsupportedModel("rope parameters that differ between layer types")
-        return sets[0]
-    return found
-
-
-def _factors(rope: Mapping[str, object], head_dim: int) -> tuple[float, ...]:
-    factors = rope.get("factors")
-    if not isinstance(factors, list) or len(factors) != head_dim // 2:
-        count = len(factors) if isinstance(factors, list) else 0
-        raise CheckpointError(f"{count} rope factors, expected {head_dim // 2} for a head_dim of {head_dim}")
-    if not all(isinstance(item, float) and math.isfinite(item) and item > 0 for item in factors):
-        raise CheckpointError("a rope factor is no positive number")
-    return tuple(factors)
-
-
-def _int(config: Config, key: str, default: int | None = None, low: int = 1, high: int = 1 << 31) -> int:
-    value = config.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise CheckpointError(f"the config has no `{key}`")
-    if type(value) is not int or not low <= value <= high:
-        raise CheckpointError(f"`{key}` in the config is {value!r}, expected an integer from {low} to {high}")
-    return value
-
-
-def _float(config: Config, key: str, default: float | None = None) -> float:
-    """A positive number."""
-    value = config.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise CheckpointError(f"the config has no `{key}`")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise CheckpointError(f"`{key}` in the config is {value!r}, expected a positive number")
-    return float(value)

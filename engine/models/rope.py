@@ -10,15 +10,15 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .arch import DecoderSpec, RopeSpec
+from .arch import RopeSpec
 
 F32 = npt.NDArray[np.float32]
 
 
-def rope_tables(spec: DecoderSpec, max_positions: int) -> tuple[F32, F32]:
+def rope_tables(rope: RopeSpec, head_dim: int, max_positions: int) -> tuple[F32, F32]:
     """(cos, sin), each float32 [max_positions, head_dim / 2], for positions 0 .. max_positions - 1."""
     positions = np.arange(max_positions, dtype=np.float32)
-    angles = (positions[:, None] * inverse_frequencies(spec.rope, spec.head_dim)[None, :]).astype(np.float64)
+    angles = (positions[:, None] * inverse_frequencies(rope, head_dim)[None, :]).astype(np.float64)
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 

@@ -14,8 +14,8 @@ import msgspec
 from ...kernels.formats import KVFormat
 from ...kernels.ops import F32Array, make_batch
 from ..engine import Pending, StepRunner
-from ..load.packed import PackedModel
-from ..models.decoder import Limits, build_decoder
+from ..load.model import Model
+from ..models.decoder import Limits
 from ..plan import Plan
 from ..sample.sampler import Sampler
 from ..sample.slots import make_slots
@@ -27,7 +27,7 @@ from .inputs import apply_deltas, fill_batch
 class Runner:
     """A model, its KV arenas and the state of every slot."""
 
-    def __init__(self, model: PackedModel, plan: Plan) -> None:
+    def __init__(self, model: Model, plan: Plan) -> None:
         spec = model.spec
         group = KVGroup(
             "full", tuple(range(spec.num_layers)), plan.block_size, spec.num_kv_heads, spec.head_dim,
@@ -39,10 +39,7 @@ class Runner:
         self._batch = make_batch(
             plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_logit_rows, self._slots.tables
         )
-        self.decoder = build_decoder(
-            spec,
-            model.weights,
-            model.vectors,
+        self.decoder = model.build(
             self._batch,
             {layer: kv for cache in self.groups for layer, kv in cache.layers.items()},
             Limits(plan.max_num_batched_tokens, plan.max_logit_rows, plan.max_model_len, plan.threads),

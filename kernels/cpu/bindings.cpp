@@ -182,9 +182,9 @@ std::shared_ptr<Op> make_op(std::unique_ptr<Stages>... stages) {
   return std::make_shared<Op>(std::move(all));
 }
 
-std::shared_ptr<Op> embed(const Batch& batch, const Weight& weight, const Rows& out, nb::handle) {
+std::shared_ptr<Op> embed(const Batch& batch, const Weight& weight, const Rows& out, float scale, nb::handle) {
   require_width("embedding", out, weight.k);
-  return make_op(std::make_unique<EmbedStage>(*chosen(), EmbedArgs{batch, weight, out}));
+  return make_op(std::make_unique<EmbedStage>(*chosen(), EmbedArgs{batch, weight, out, scale}));
 }
 
 std::shared_ptr<Op> norm(const Batch& batch, const Rows& x, Address weight, float eps, const Act& act,
@@ -192,6 +192,15 @@ std::shared_ptr<Op> norm(const Batch& batch, const Rows& x, Address weight, floa
   require_width("norm input", x, act.k);
   return make_op(
       std::make_unique<NormStage>(*chosen(), NormArgs{batch, x, at<const float>(weight), eps, act, logit_rows_only}));
+}
+
+std::shared_ptr<Op> norm_add(const Batch& batch, const Rows& x, Address weight, int width, float eps, const Rows& out,
+                             nb::handle) {
+  require(width > 0, "norm of width " + text(width));
+  require_width("norm input", x, width);
+  require_width("norm output", out, width);
+  const NormAddArgs args{batch, x, at<const float>(weight), width, eps, out};
+  return make_op(std::make_unique<NormAddStage>(*chosen(), args));
 }
 
 std::shared_ptr<Op> linear(const Batch& batch, const Act& act, const Weight& weight, Address order, Address bias,
@@ -340,8 +349,10 @@ NB_MODULE(_cpu, m) {
 
   // An op keeps its last argument alive: the record whose arrays its addresses point into.
   nb::class_<Op>(m, "Op").def("run", &Op::run, Released());
-  m.def("embed", &embed, "batch"_a, "weight"_a, "out"_a, "owner"_a, nb::keep_alive<0, 4>());
+  m.def("embed", &embed, "batch"_a, "weight"_a, "out"_a, "scale"_a, "owner"_a, nb::keep_alive<0, 5>());
   m.def("norm", &norm, "batch"_a, "x"_a, "weight"_a, "eps"_a, "act"_a, "logit_rows_only"_a, "owner"_a,
+        nb::keep_alive<0, 7>());
+  m.def("norm_add", &norm_add, "batch"_a, "x"_a, "weight"_a, "width"_a, "eps"_a, "out"_a, "owner"_a,
         nb::keep_alive<0, 7>());
   m.def("linear", &linear, "batch"_a, "act"_a, "weight"_a, "order"_a, "bias"_a, "out"_a, "add"_a, "logit_rows_only"_a,
         "owner"_a, nb::keep_alive<0, 9>());

@@ -7,6 +7,7 @@
 #include "linear_float.hpp"
 #include "linear_int.hpp"
 #include "norm.hpp"
+#include "norm_add.hpp"
 #include "rope_store.hpp"
 #include "sample.hpp"
 #include "table.hpp"
@@ -19,6 +20,7 @@ LLMCTL_INLINE constexpr Table make_table() {
   t.isa = Isa::kName;
   t.embed = embed_rows<Isa>;
   t.norm = norm_rows<Isa>;
+  t.norm_add = norm_add_rows<Isa>;
   t.linear[static_cast<int>(WeightKind::f32)] = linear<Isa, FloatTile<Isa, WeightKind::f32>>;
   t.linear[static_cast<int>(WeightKind::f16)] = linear<Isa, FloatTile<Isa, WeightKind::f16>>;
   t.linear[static_cast<int>(WeightKind::bf16)] = linear<Isa, FloatTile<Isa, WeightKind::bf16>>;

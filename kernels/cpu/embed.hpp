@@ -1,7 +1,7 @@
 // Embedding rows read out of a packed [vocab, hidden] weight: one column of a panel, dequantized.
 //
 // Codes and scales are gathered eight at a time; each value is exact in float32 (11-bit scale times at most 8-bit
-// code), so the result does not depend on the instruction set.
+// code) and rounded once where the rows are scaled, so the result does not depend on the instruction set.
 #pragma once
 
 #include "isa.hpp"
@@ -93,6 +93,11 @@ LLMCTL_NOINLINE void embed_rows(const EmbedArgs& a, int row_begin, int row_end) 
       case WeightKind::int4:
       case WeightKind::int4_min:
       case WeightKind::int4_int: embed_int4<Isa>(a.weight, panel, column, out); break;
+    }
+    if (a.scale == 1.0f) continue;
+    for (int k = 0; k < a.weight.k; k += kLanes) {
+      const int n = least(kLanes, a.weight.k - k);
+      store_some<Isa>(out + k, Isa::mul(load_some<Isa>(out + k, n), Isa::set1(a.scale)), n);
     }
   }
 }

@@ -26,6 +26,7 @@ from ..ops import (
     KVCopyArgs,
     KVLayer,
     LinearArgs,
+    NormAddArgs,
     NormArgs,
     Op,
     PackedWeight,
@@ -93,7 +94,7 @@ def accepts_embed(args: EmbedArgs) -> str | None:
 
 
 def build_embed(args: EmbedArgs) -> tuple[_cpu.Op, ...]:
-    return (_cpu.embed(_batch(args.batch), _weight(args.weight), _rows(args.out), args),)
+    return (_cpu.embed(_batch(args.batch), _weight(args.weight), _rows(args.out), args.scale, args),)
 
 
 def accepts_norm(args: NormArgs) -> str | None:
@@ -105,6 +106,17 @@ def build_norm(args: NormArgs) -> tuple[_cpu.Op, ...]:
     weight = _vector(args.weight, args.act.k, "norm weight")
     x, act = _rows(args.x), _act(args.act)
     return (_cpu.norm(_batch(args.batch), x, weight, args.eps, act, args.logit_rows_only, args),)
+
+
+def accepts_norm_add(args: NormAddArgs) -> str | None:
+    """None: any width is fine."""
+    return None
+
+
+def build_norm_add(args: NormAddArgs) -> tuple[_cpu.Op, ...]:
+    width = args.weight.size
+    weight, x, out = _vector(args.weight, width, "norm weight"), _rows(args.x), _rows(args.out)
+    return (_cpu.norm_add(_batch(args.batch), x, weight, width, args.eps, out, args),)
 
 
 def accepts_linear(args: LinearArgs) -> str | None:
@@ -129,8 +141,11 @@ def accepts_rope_store(args: RopeStoreArgs) -> str | None:
 def build_rope_store(args: RopeStoreArgs) -> tuple[_cpu.Op, ...]:
     kv = args.kv
     half = kv.head_dim // 2
-    if args.cos.shape != args.sin.shape or args.cos.shape[1] != half:
-        raise ValueError(f"cos {args.cos.shape} and sin {args.sin.shape} are not both [positions, {half}]")
+    tables = [table for table in (args.cos, args.sin) if table is not None]
+    shapes = [table.shape for table in tables]
+    if len(tables) == 1 or len(set(shapes)) > 1 or any(shape[1] != half for shape in shapes):
+        raise ValueError(f"cos and sin are not both [positions, {half}] or both None: {shapes}")
+    cos, sin = (_address(table, np.float32) for table in tables) if tables else (0, 0)
     native = _cpu.rope_store(
         _batch(args.batch),
         _rows(args.q),
@@ -139,8 +154,8 @@ def build_rope_store(args: RopeStoreArgs) -> tuple[_cpu.Op, ...]:
         0 if args.q_norm is None else _vector(args.q_norm, kv.head_dim, "query norm"),
         0 if args.k_norm is None else _vector(args.k_norm, kv.head_dim, "key norm"),
         args.norm_eps,
-        _address(args.cos, np.float32),
-        _address(args.sin, np.float32),
+        cos,
+        sin,
         args.num_heads,
         args.q_scale,
         _kv(args.kv, args.batch),

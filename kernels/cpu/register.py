@@ -98,6 +98,7 @@ def _faces() -> dict[str, tuple[_Accepts, _Build]]:
     return {
         "embed": (ops.accepts_embed, ops.build_embed),
         "norm": (ops.accepts_norm, ops.build_norm),
+        "norm_add": (ops.accepts_norm_add, ops.build_norm_add),
         "linear": (ops.accepts_linear, ops.build_linear),
         "rope_store": (ops.accepts_rope_store, ops.build_rope_store),
         "attend": (ops.accepts_attend, ops.build_attend),

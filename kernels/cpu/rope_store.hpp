@@ -9,7 +9,7 @@
 
 namespace llmctl::cpu {
 
-// head[0 .. 2 half): dimension i is rotated with i + half. Without a norm `weight` is null.
+// head[0 .. 2 half): dimension i is rotated with i + half. Without a norm `weight` is null, without a rotation `cos`.
 template <class Isa>
 LLMCTL_INLINE void rotate_head(float* head, int half, const float* weight, float eps, const float* cos,
                                const float* sin, float factor) {
@@ -23,9 +23,14 @@ LLMCTL_INLINE void rotate_head(float* head, int half, const float* weight, float
       a = Isa::mul(Isa::mul(a, scale), load_some<Isa>(weight + d, n));
       b = Isa::mul(Isa::mul(b, scale), load_some<Isa>(weight + half + d, n));
     }
-    const F c = load_some<Isa>(cos + d, n), s = load_some<Isa>(sin + d, n);
-    store_some<Isa>(head + d, Isa::mul(Isa::fnma(b, s, Isa::mul(a, c)), f), n);
-    store_some<Isa>(head + half + d, Isa::mul(Isa::fma(a, s, Isa::mul(b, c)), f), n);
+    if (cos != nullptr) {
+      const F c = load_some<Isa>(cos + d, n), s = load_some<Isa>(sin + d, n);
+      const F turned = Isa::fnma(b, s, Isa::mul(a, c));
+      b = Isa::fma(a, s, Isa::mul(b, c));
+      a = turned;
+    }
+    store_some<Isa>(head + d, Isa::mul(a, f), n);
+    store_some<Isa>(head + half + d, Isa::mul(b, f), n);
   }
 }
 
@@ -49,8 +54,8 @@ LLMCTL_NOINLINE void rope_store_tasks(const RopeStoreArgs& a, int task_begin, in
   for (int task = task_begin; task < task_end; ++task) {
     const int row = task / a.kv.num_kv_heads, kv_head = task % a.kv.num_kv_heads;
     const int position = a.batch.position[row];
-    const float* cos = a.cos + static_cast<long>(position) * half;
-    const float* sin = a.sin + static_cast<long>(position) * half;
+    const float* cos = a.cos == nullptr ? nullptr : a.cos + static_cast<long>(position) * half;
+    const float* sin = a.cos == nullptr ? nullptr : a.sin + static_cast<long>(position) * half;
     for (int j = 0; j < heads_per_kv; ++j) {
       float* q = a.q.row(row) + static_cast<long>(kv_head * heads_per_kv + j) * dim;
       rotate_head<Isa>(q, half, a.q_norm, a.norm_eps, cos, sin, a.q_scale);

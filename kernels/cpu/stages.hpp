@@ -130,6 +130,21 @@ class NormStage final : public Stage {
   NormArgs args_;
 };
 
+class NormAddStage final : public Stage {
+ public:
+  NormAddStage(const Table& table, const NormAddArgs& args) : kernel_(table.norm_add), args_(args) {}
+  void run(const Share& share) const override {
+    const Range rows = share.cut(count_of(args_.batch, kRows));
+    kernel_(args_, rows.begin, rows.end);
+  }
+  const Batch& batch() const override { return args_.batch; }
+  std::vector<Access> accesses() const override { return {Access::read(args_.x), Access::write_to(args_.out)}; }
+
+ private:
+  decltype(Table::norm_add) kernel_;
+  NormAddArgs args_;
+};
+
 // Few rows: every thread has a fixed part of the panels. From 16 rows on, chunks of at most 4 panels x about 64 rows
 // are taken from the counter, since a static cut waits for the slowest thread.
 class LinearStage final : public Stage {

@@ -13,6 +13,7 @@ struct EmbedArgs {
   Batch batch;
   Weight weight;
   Rows out;
+  float scale;
 };
 
 struct NormArgs {
@@ -22,6 +23,15 @@ struct NormArgs {
   float eps;
   Act act;
   bool logit_rows_only;
+};
+
+struct NormAddArgs {
+  Batch batch;
+  Rows x;
+  const float* weight;  // [width]
+  int width;
+  float eps;
+  Rows out;
 };
 
 struct LinearArgs {
@@ -41,7 +51,7 @@ struct RopeStoreArgs {
   const float* q_norm;  // [head_dim] or null
   const float* k_norm;
   float norm_eps;
-  const float* cos;  // [max_positions, head_dim / 2]
+  const float* cos;  // [max_positions, head_dim / 2], or both null: no rotation
   const float* sin;
   int num_heads;
   float q_scale;
@@ -142,6 +152,7 @@ struct Table {
   const char* isa;
   void (*embed)(const EmbedArgs&, int row_begin, int row_end);
   void (*norm)(const NormArgs&, int row_begin, int row_end, int act_row);
+  void (*norm_add)(const NormAddArgs&, int row_begin, int row_end);
   void (*linear[kWeightKinds])(const LinearArgs&, int panel_begin, int panel_end, int row_begin, int row_end,
                                int act_row);
   // Tasks are row * num_kv_heads + kv_head: that KV head and the query heads that read it.

@@ -18,12 +18,13 @@ from ..ops import (
     EmbedArgs,
     KVCopyArgs,
     LinearArgs,
+    NormAddArgs,
     NormArgs,
     Op,
     RopeStoreArgs,
     SampleArgs,
 )
-from . import act_mul, attend, embed, kv_copy, linear, norm, rope_store, sample
+from . import act_mul, attend, embed, kv_copy, linear, norm, norm_add, rope_store, sample
 
 
 def _weight_refusal(format: WeightFormat, k: int) -> str | None:
@@ -45,6 +46,10 @@ def _accepts_embed(args: EmbedArgs) -> str | None:
 
 
 def _accepts_norm(args: NormArgs) -> str | None:
+    return None
+
+
+def _accepts_norm_add(args: NormAddArgs) -> str | None:
     return None
 
 
@@ -83,6 +88,7 @@ def _entry(op: str, accepts: Callable[[Any], str | None], build: Callable[[Any],
 ENTRIES = (
     _entry("embed", _accepts_embed, _one_op(embed.build)),
     _entry("norm", _accepts_norm, _one_op(norm.build)),
+    _entry("norm_add", _accepts_norm_add, _one_op(norm_add.build)),
     _entry("linear", _accepts_linear, _one_op(linear.build)),
     _entry("rope_store", _accepts_rope_store, _one_op(rope_store.build)),
     _entry("attend", _accepts_attend, _one_op(attend.build)),

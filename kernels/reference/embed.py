@@ -1,4 +1,4 @@
-"""Embedding rows from a packed weight."""
+"""Embedding rows from a packed weight, scaled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Embed:
     def run(self) -> None:
         rows = int(self.args.batch.counts[ROWS])
         tokens = torch.from_numpy(self.args.batch.token[:rows]).long()
-        torch.from_numpy(self.args.out)[:rows, : self.args.weight.k] = self.weight[tokens]
+        scale = torch.tensor(self.args.scale, dtype=torch.float32)
+        torch.from_numpy(self.args.out)[:rows, : self.args.weight.k] = self.weight[tokens] * scale
 
 
 def build(args: EmbedArgs) -> Embed:

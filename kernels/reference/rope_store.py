@@ -36,6 +36,8 @@ class RopeStore:
         return torch.from_numpy(rows_of)[:rows, :width].view(rows, heads, self.args.kv.head_dim)
 
     def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if self.args.cos is None or self.args.sin is None:
+            return x.double()
         cos = torch.from_numpy(self.args.cos)[positions].double()[:, None, :]
         sin = torch.from_numpy(self.args.sin)[positions].double()[:, None, :]
         a, b = x.double().chunk(2, dim=2)

@@ -19,7 +19,12 @@ from ..tensor import WeightTensor
 from .gguf import GGUFFile, Value
 from .stored import StoredTensor
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
 _INTERLEAVED = ("llama",)  # architectures whose converter permutes query and key rows
 _INTERLEAVED_PARTS = {".self_attn.q_proj.": "num_attention_heads", ".self_attn.k_proj.": "num_key_value_heads"}
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -37,6 +42,14 @@ _LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+_LAYER_OF = {  # where an architecture means another tensor by a name, or has more of them
+    "gemma3": _LAYER
+    | {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
 }
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)")
 
@@ -63,30 +76,32 @@ class GGUFModel:
 
 def open_model(gguf: GGUFFile) -> GGUFModel:
     """The model in the file; UnsupportedModel for an architecture that has no mapping here."""
-    config = _config(gguf)
+    arch = _architecture(gguf)
+    config = _config(gguf, arch) | (_gemma3(gguf) if arch == "gemma3" else {})
     tensors: dict[str, StoredTensor] = {}
     head_rows: dict[str, npt.NDArray[np.int64]] = {}
     for name, tensor in gguf.tensors.items():
         if name == _ROPE_FACTORS:
             continue
-        renamed = hugging_face_name(name)
+        renamed = hugging_face_name(name, arch)
         tensors[renamed] = tensor
-        if gguf.metadata["general.architecture"] in _INTERLEAVED:
+        if arch in _INTERLEAVED:
             for part, heads in _INTERLEAVED_PARTS.items():
                 if part in renamed:
                     head_rows[renamed] = _split_half_rows(tensor, _size(config, heads))
     return GGUFModel(config, tensors, gguf, head_rows)
 
 
-def hugging_face_name(name: str) -> str:
+def hugging_face_name(name: str, arch: str) -> str:
     """`blk.3.attn_q.weight` as `model.layers.3.self_attn.q_proj.weight`; a name without a counterpart as it is."""
+    parts = _LAYER_OF.get(arch, _LAYER)
     match = _NAME.fullmatch(name)
     if match is None:
         return name
     layer, part, kind = match.groups()
     if layer is None:
         return f"{_TOP[part]}.{kind}" if part in _TOP else name
-    return f"model.layers.{int(layer)}.{_LAYER[part]}.{kind}" if part in _LAYER else name
+    return f"model.layers.{int(layer)}.{parts[part]}.{kind}" if part in parts else name
 
 
 def text_value(gguf: GGUFFile, key: str) -> str | None:
@@ -116,12 +131,16 @@ def float_value(gguf: GGUFFile, key: str) -> float | None:
     return float(str(np.float32(value)))
 
 
-def _config(gguf: GGUFFile) -> dict[str, object]:
+def _architecture(gguf: GGUFFile) -> str:
     arch = text_value(gguf, "general.architecture")
     if arch not in _ARCHITECTURES:
         raise UnsupportedModel(
             f"`{gguf.path}` has architecture {arch!r}", f"supported in GGUF files: {', '.join(_ARCHITECTURES)}"
         )
+    return arch
+
+
+def _config(gguf: GGUFFile, arch: str) -> dict[str, object]:
     if int_value(gguf, f"{arch}.expert_count"):
         raise UnsupportedModel(f"`{gguf.path}` is a mixture of experts", "use a dense model")
     embedding = gguf.tensors.get("token_embd.weight")
@@ -157,6 +176,33 @@ def _config(gguf: GGUFFile) -> dict[str, object]:
     if window:
         config |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
     return config
+
+
+def _gemma3(gguf: GGUFFile) -> dict[str, object]:
+    """What a Gemma 3 config says differently. Norms in these files hold the 1 that the model adds to them.
+
+    The files leave out what llama.cpp takes for granted (`src/llama-model.cpp`): every sixth layer is a full one, the
+    others have a rope of their own, and only the largest model, known by its 62 layers, scales queries differently.
+    """
+    arch = "gemma3"
+    layers, heads = _required(gguf, f"{arch}.block_count"), _heads(gguf, f"{arch}.attention.head_count")
+    hidden = _required(gguf, f"{arch}.embedding_length")
+    window = int_value(gguf, f"{arch}.attention.sliding_window")
+    local_theta = float_value(gguf, f"{arch}.rope.freq_base_swa") or 10000.0
+    per_head = int_value(gguf, f"{arch}.attention.key_length") or hidden // max(heads, 1)
+    return {
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "norm_offset_added": True,
+        "query_pre_attn_scalar": hidden // max(heads, 1) if layers == 62 else per_head,
+        "final_logit_softcapping": float_value(gguf, f"{arch}.final_logit_softcapping"),
+        "attn_logit_softcapping": float_value(gguf, f"{arch}.attn_logit_softcapping"),
+        "rope_parameters": {
+            "full_attention": _rope(gguf, arch),
+            "sliding_attention": {"rope_type": "default", "rope_theta": local_theta},
+        },
+        **({"sliding_window": window} if window else {"sliding_window_pattern": 1}),
+    }
 
 
 def _rope(gguf: GGUFFile, arch: str) -> dict[str, object]:

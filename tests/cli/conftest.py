@@ -35,7 +35,11 @@ class FakeFrontend:
         self.sampling_defaults = defaults or SamplingParams()
         self.client = types.SimpleNamespace(failure=None)
         self.info = types.SimpleNamespace(
-            model="fake", max_model_len=max_model_len, vocab_size=1000, weight_format="int4g32"
+            model="fake",
+            max_model_len=max_model_len,
+            vocab_size=1000,
+            weight_format="int4g32",
+            model_impl="llmctl",
         )
 
     def chat_prompt(self, messages):

@@ -104,6 +104,8 @@ def test_json_and_table_tell_the_same(kernels, environment, console):
     assert report["machine"]["cores"] == found.machine.cores
     show(console, found)
     assert found.machine.model in console.stdout.getvalue()
+    assert "gemma3_text" in report["families"] and "gemma3_text" in console.stdout.getvalue()
+    assert f"transformers {found.packages['transformers']}" in " ".join(console.stdout.getvalue().split())
     assert "slow reference" in console.stderr.getvalue()
 
 

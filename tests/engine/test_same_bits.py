@@ -114,11 +114,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def tiny_windows(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_checkpoint(tmp_path_factory.mktemp("windows"), "qwen2-window"))
-
-
-@pytest.fixture(scope="module")
 def calm(tiny: str) -> list[Result]:
     return run(tiny, "auto", Way("calm", CALM, alone=True), mixed_requests(32, 304, 120))
 
@@ -128,11 +123,13 @@ def test_a_tiny_model_gives_the_same_tokens_and_logprobs(way: Way, tiny: str, ca
     assert run(tiny, "auto", way, mixed_requests(32, 304, 120)) == calm
 
 
-def test_sliding_windows_give_the_same_bits_together_and_preempted(tiny_windows: str) -> None:
+@pytest.mark.parametrize("family", ["qwen2-window", "gemma3"])
+def test_sliding_windows_give_the_same_bits_together_and_preempted(family: str, tmp_path: Path) -> None:
+    folder = str(write_checkpoint(tmp_path, family))
     requests = mixed_requests(24, 304, 120)
-    calm = run(tiny_windows, "auto", Way("calm", CALM, alone=True), requests)
+    calm = run(folder, "auto", Way("calm", CALM, alone=True), requests)
     for way in (way for way in WAYS if way.name in ("together", "chunks of 7", "blocks of 64", "preempted")):
-        assert run(tiny_windows, "auto", way, requests) == calm, way.name
+        assert run(folder, "auto", way, requests) == calm, way.name
 
 
 @pytest.mark.parametrize("kind", ["awq", "gptq-v2-desc-act"])

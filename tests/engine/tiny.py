@@ -34,6 +34,14 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+GEMMA3 = {
+    **SHAPE,
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "query_pre_attn_scalar": 40,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+}
 FAMILIES: dict[str, transformers.PretrainedConfig] = {
     "llama": transformers.LlamaConfig(**SHAPE, tie_word_embeddings=False),
     "llama-tied-bias": transformers.LlamaConfig(**SHAPE, tie_word_embeddings=True, attention_bias=True),
@@ -43,7 +51,32 @@ FAMILIES: dict[str, transformers.PretrainedConfig] = {
     "qwen2-window": transformers.Qwen2Config(
         **SHAPE, use_sliding_window=True, sliding_window=24, max_window_layers=1, tie_word_embeddings=False
     ),
+    "gemma3": transformers.Gemma3TextConfig(**GEMMA3),
+    "gemma3-linear-rope": transformers.Gemma3TextConfig(
+        **GEMMA3,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "qwen3": transformers.Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=False),
+}
+
+# Decoders that only transformers has: rotated in part, with other norms, with learned positions, with experts.
+FOREIGN: dict[str, transformers.PretrainedConfig] = {
+    "gpt-neox": transformers.GPTNeoXConfig(
+        **{k: v for k, v in SHAPE.items() if k != "num_key_value_heads"}, tie_word_embeddings=False
+    ),
+    "olmo2": transformers.Olmo2Config(**SHAPE, tie_word_embeddings=False),
+    "gpt2": transformers.GPT2Config(
+        **{k: v for k, v in SHAPE.items() if k not in ("num_key_value_heads", "intermediate_size")}
+    ),
+    "cohere2": transformers.Cohere2Config(
+        **{**SHAPE, "num_hidden_layers": 3},
+        sliding_window=24,
+        layer_types=["sliding_attention"] * 2 + ["full_attention"],
+    ),
+    "mixtral": transformers.MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
 }
 
 
@@ -64,14 +97,19 @@ def write_tokenizer(folder: Path) -> None:
 
 def write_checkpoint(folder: Path, family: str, seed: int = 7, dtype: torch.dtype = torch.float32) -> Path:
     """A random model of this family with every tensor away from its trivial value (norms and biases too)."""
+    model = transformers.AutoModelForCausalLM.from_config((FAMILIES | FOREIGN)[family])
+    randomize(model, seed)
+    model.to(dtype).save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def randomize(model: torch.nn.Module, seed: int = 7) -> None:
+    """Every parameter to a random value away from its trivial one."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + (0.0 if name.endswith("bias") else 1.0))
             else:
                 parameter.copy_(torch.randn_like(parameter) * 0.15)
-    model.to(dtype).save_pretrained(folder)
-    write_tokenizer(folder)
-    return folder

@@ -21,6 +21,7 @@ from llmctl.kernels.ops import (
     KVCopyArgs,
     KVLayer,
     LinearArgs,
+    NormAddArgs,
     NormArgs,
     PackedWeight,
     RopeStoreArgs,
@@ -126,18 +127,19 @@ def act_with_all_forms(k: int) -> Act:
     return make_act(k, MAX_ROWS, THREADS, formats, orders)
 
 
-def embed_case(format: WeightFormat, rows: int, vocab: int, hidden: int) -> Case:
+def embed_case(format: WeightFormat, rows: int, vocab: int, hidden: int, scale: float = 1.0) -> Case:
     def make() -> EmbedArgs:
         rng = np.random.default_rng(rows)
         batch, _ = random_batch(rng, rows)
         batch.token[:rows] = rng.integers(0, vocab, rows)
         batch.token[0] = vocab - 1
-        return EmbedArgs(batch, random_weight(format, vocab, hidden, rng), random_rows(rng, hidden))
+        return EmbedArgs(batch, random_weight(format, vocab, hidden, rng), random_rows(rng, hidden), scale)
 
     def outputs(args: EmbedArgs) -> dict[str, np.ndarray]:
         return {"out": args.out[:rows, :hidden], "rest": args.out[rows:, :hidden]}
 
-    return Case("embed", f"{format.name}-m{rows}-{vocab}x{hidden}", "exact", make, outputs)
+    name = f"{format.name}-m{rows}-{vocab}x{hidden}{f'-x{scale:.4g}' * (scale != 1)}"
+    return Case("embed", name, "exact", make, outputs)
 
 
 def norm_case(rows: int, k: int, logit_rows_only: bool) -> Case:
@@ -154,6 +156,19 @@ def norm_case(rows: int, k: int, logit_rows_only: bool) -> Case:
         return act_outputs(args.act, int(args.batch.counts[2 if logit_rows_only else 0]))
 
     return Case("norm", f"m{rows}-k{k}{'-logits' * logit_rows_only}", "f32", make, outputs)
+
+
+def norm_add_case(rows: int, width: int) -> Case:
+    def make() -> NormAddArgs:
+        rng = np.random.default_rng(rows + width)
+        batch, _ = random_batch(rng, rows)
+        weight = rng.uniform(0.5, 1.5, width).astype(np.float32)
+        return NormAddArgs(batch, random_rows(rng, width, 3.0), weight, 1e-6, random_rows(rng, width))
+
+    def outputs(args: NormAddArgs) -> dict[str, np.ndarray]:
+        return {"out": args.out[:rows, :width], "rest": args.out[rows:]}
+
+    return Case("norm_add", f"m{rows}-{width}", "f32", make, outputs)
 
 
 def linear_case(
@@ -200,7 +215,7 @@ def random_kv(
 
 
 def rope_store_case(
-    rows: int, heads: int, kv_heads: int, head_dim: int, block_size: int, kind: str, *, norm: bool
+    rows: int, heads: int, kv_heads: int, head_dim: int, block_size: int, kind: str, *, norm: bool, turn: bool = True
 ) -> Case:
     def make() -> RopeStoreArgs:
         rng = np.random.default_rng(rows + heads)
@@ -216,8 +231,8 @@ def rope_store_case(
             norms[0] if norm else None,
             norms[1] if norm else None,
             1e-6,
-            np.cos(angles).astype(np.float32),
-            np.sin(angles).astype(np.float32),
+            np.cos(angles).astype(np.float32) if turn else None,
+            np.sin(angles).astype(np.float32) if turn else None,
             heads,
             head_dim**-0.5,
             kv,
@@ -228,7 +243,7 @@ def rope_store_case(
         arena = torch.from_numpy(args.kv.arena).view(stored).float().numpy()
         return {"q": args.q[:rows, : heads * head_dim], "arena": arena}
 
-    name = f"m{rows}-h{heads}x{kv_heads}x{head_dim}-b{block_size}-{kind}{'-norm' * norm}"
+    name = f"m{rows}-h{heads}x{kv_heads}x{head_dim}-b{block_size}-{kind}{'-norm' * norm}{'-still' * (not turn)}"
     return Case("rope_store", name, "kv_" + kind, make, outputs)
 
 
@@ -287,6 +302,7 @@ def all_cases() -> Iterator[Case]:
     for format in (*floats, *integers, *whole):
         k = 100 if format.kind == "f32" else 384
         yield embed_case(format, 3, 37, k)
+        yield embed_case(format, 7, 37, k, 640**0.5)
         for rows in (1, 2, 3, 7, 33):
             yield linear_case(format, rows, 50, k)
         yield linear_case(format, 7, 17, k, bias=True)
@@ -298,16 +314,19 @@ def all_cases() -> Iterator[Case]:
     for k in (1, 7, 9, 33):
         yield linear_case(floats[0], 5, 20, k)
         yield norm_case(5, k, False)
+        yield norm_add_case(5, k)
         yield act_mul_case(5, k, "silu")
     for rows in (1, 2, 3, 7, 33):
         for logits in (False, True):
             yield norm_case(rows, 576, logits)
+        yield norm_add_case(rows, 576)
         for activation in ("silu", "gelu_tanh"):
             yield act_mul_case(rows, 192, activation)
     for rows, kind, block_size in ((1, "f32", 8), (2, "f16", 16), (7, "bf16", 16), (33, "f16", 64), (3, "f32", 64)):
         for heads, kv_heads, head_dim in ((2, 2, 8), (3, 1, 16), (9, 3, 64), (7, 1, 80), (6, 2, 128)):
             for norm in (False, True):
                 yield rope_store_case(rows, heads, kv_heads, head_dim, block_size, kind, norm=norm)
+            yield rope_store_case(rows, heads, kv_heads, head_dim, block_size, kind, norm=rows == 7, turn=False)
             yield attend_case(rows, heads, kv_heads, head_dim, block_size, kind)
         for window in (1, 5, 64, 300):
             yield attend_case(rows, 9, 3, 64, block_size, kind, window=window, far=290)

@@ -14,6 +14,7 @@ from llmctl.kernels.ops import (
     EmbedArgs,
     F32Array,
     LinearArgs,
+    NormAddArgs,
     NormArgs,
     Op,
     RopeStoreArgs,
@@ -35,9 +36,9 @@ def bind_layer(format: WeightFormat, rows: int, kernels: str, threads: int = 2) 
     kv = random_kv(rng, KVFormat("f16"), blocks, BLOCK, KV_HEADS, HEAD_DIM)
     angles = rng.uniform(0, 6, (200 + MAX_ROWS, HEAD_DIM // 2))
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    x, q, k, v, gate, up, logits = (
+    x, half, q, k, v, gate, up, logits = (
         make_rows(width, MAX_ROWS)
-        for width in (HIDDEN, HIDDEN, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, FFN, FFN, VOCAB)
+        for width in (HIDDEN, HIDDEN, HIDDEN, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, FFN, FFN, VOCAB)
     )
     hidden, wide = (make_act(width, MAX_ROWS, threads, (format,)) for width in (HIDDEN, FFN))
     ops: list[Op] = []
@@ -52,7 +53,10 @@ def bind_layer(format: WeightFormat, rows: int, kernels: str, threads: int = 2) 
         weight = rng.uniform(0.5, 1.5, HIDDEN).astype(np.float32)
         add("norm", NormArgs(batch, x, weight, 1e-5, hidden, only_logits))
 
-    add("embed", EmbedArgs(batch, random_weight(format, VOCAB, HIDDEN, rng), x))
+    def norm_add():
+        add("norm_add", NormAddArgs(batch, half, rng.uniform(0.5, 1.5, HIDDEN).astype(np.float32), 1e-5, x))
+
+    add("embed", EmbedArgs(batch, random_weight(format, VOCAB, HIDDEN, rng), x, HIDDEN**0.5))
     norm()
     for width, out in ((HIDDEN, q), (KV_HEADS * HEAD_DIM, k), (KV_HEADS * HEAD_DIM, v)):
         linear(hidden, width, out)
@@ -63,7 +67,8 @@ def bind_layer(format: WeightFormat, rows: int, kernels: str, threads: int = 2) 
     linear(hidden, FFN, gate)
     linear(hidden, FFN, up)
     add("act_mul", ActMulArgs(batch, gate, up, "silu", wide))
-    linear(wide, HIDDEN, x, adds=True)
+    linear(wide, HIDDEN, half)
+    norm_add()
     norm(only_logits=True)
     linear(hidden, VOCAB, logits, only_logits=True)
     return batch, ops, logits

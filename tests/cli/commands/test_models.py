@@ -24,7 +24,7 @@ def entries(tmp_path, monkeypatch):
     """Three entries: one in use, one whose source has gone, one broken."""
     source = tmp_path / "tiny.gguf"
     source.write_bytes(b"x" * 10)
-    monkeypatch.setattr(packed, "entry_key", lambda source, dtype: "aaaa" * 8)
+    monkeypatch.setattr(packed, "entry_key", lambda source, dtype, implementation: "aaaa" * 8)
     found = (
         Entry("aaaa" * 8, tmp_path / "a", 2048, "tiny", str(source), "auto", ("int4g32", "int8g32")),
         Entry("bbbb" * 8, tmp_path / "b", 1024, "gone", str(tmp_path / "gone.gguf"), "float32", ("f32",)),
@@ -38,6 +38,13 @@ def test_list_shows_every_entry(console, entries):
     assert app.run(["models", "list"], console) == ExitCode.OK
     text = console.stdout.getvalue()
     assert "tiny" in text and "int4g32, int8g32" in text and "2.00 KiB" in text and "weights.bin is cut" in text
+
+
+def test_list_says_who_reads_the_weights_of_a_text_entry(console, tmp_path, monkeypatch):
+    entry = Entry("dddd" * 8, tmp_path / "d", 5, "other", "x", "auto", implementation="transformers 5.0")
+    monkeypatch.setattr(packed, "list_entries", lambda cache: (entry,))
+    app.run(["models", "list"], console)
+    assert "text only, for transformers 5.0" in console.stdout.getvalue()
 
 
 def test_list_as_json(console, entries):
@@ -89,7 +96,7 @@ def test_prune_keeps_what_a_start_would_use(console, entries, monkeypatch, optio
 
 
 def test_pull_packs_and_prints_where_the_files_are(console, cache, tmp_path, monkeypatch):
-    from llmctl.engine.load import hub
+    from llmctl.engine.load import hub, model
 
     calls = []
     source = types.SimpleNamespace(path=tmp_path / "tiny.gguf", kind="gguf", name="tiny")
@@ -101,9 +108,11 @@ def test_pull_packs_and_prints_where_the_files_are(console, cache, tmp_path, mon
 
     monkeypatch.setattr(hub, "resolve", resolve)
     monkeypatch.setattr(
-        packed, "open_packed", lambda source, dtype, cache, progress: calls.append((source.name, dtype))
+        model,
+        "open_model",
+        lambda source, implementation, dtype, cache, progress: calls.append((source.name, implementation, dtype)),
     )
     assert app.run(["models", "pull", "org/tiny", "--dtype", "bf16"], console) == ExitCode.OK
-    assert calls == ["org/tiny", ("tiny", "bfloat16")]
+    assert calls == ["org/tiny", ("tiny", "auto", "bfloat16")]
     assert console.stdout.getvalue() == f"{source.path}\n"
     assert console.stderr.getvalue() == "downloading\n"

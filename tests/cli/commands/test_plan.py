@@ -15,9 +15,8 @@ from llmctl.engine.models.arch import DecoderSpec, RopeSpec
 from llmctl.engine.models.families import expected_shapes
 from llmctl.kernels.cpu.pack import packed_bytes
 from llmctl.kernels.formats import F16, F32, WeightFormat
-
-from ...engine.quantized import write_quantized
-from ...engine.tiny import write_checkpoint
+from tests.engine.quantized import write_quantized
+from tests.engine.tiny import write_checkpoint
 
 SPEC = DecoderSpec(
     family="llama",
@@ -31,6 +30,7 @@ SPEC = DecoderSpec(
     context_length=4096,
     norm_eps=1e-5,
     rope=RopeSpec(),
+    tied_head=True,
 )
 SIZE = PackedSize(1 << 20, {"f32": 1, "int4g32": 14})
 
@@ -105,6 +105,16 @@ def test_plan_of_a_quantized_folder_counts_what_its_codes_take(console, tmp_path
     write_quantized(write_checkpoint(tmp_path, "llama"), "gptq-sym")
     assert app.run(["plan", str(tmp_path), "--json"], console) == ExitCode.OK
     assert json.loads(console.stdout.getvalue())["weight_formats"] == {"f16": 2, "int4g32": 14}
+
+
+def test_plan_of_a_decoder_that_only_transformers_has(console, tmp_path):
+    folder = write_checkpoint(tmp_path, "olmo2")
+    assert app.run(["plan", str(folder), "--json", "--dtype", "bfloat16"], console) == ExitCode.OK
+    report = json.loads(console.stdout.getvalue())
+    assert report["weight_formats"] == {"bf16": 16} and report["max_model_len"] == 512
+    assert report["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 2
+    state = safetensors.numpy.load_file(folder / "model.safetensors").values()
+    assert report["weight_bytes"] == sum(tensor.size * (2 if tensor.ndim == 2 else 4) for tensor in state)
 
 
 def test_plan_that_does_not_fit_names_what_would(console, checkpoint):

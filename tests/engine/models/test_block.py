@@ -41,7 +41,8 @@ def test_blocks_compute_what_transformers_layers_compute(family: str) -> None:
     x = model.model.embed_tokens(tokens)
     for layer, expected in enumerate(outputs):
         x = block_of(model, layer)(x, torch.arange(48), dense_attend)
-        torch.testing.assert_close(x, expected, rtol=2e-5, atol=2e-5)
+        largest = max(1.0, float(expected.abs().max()))  # float32 rounds relative to what is summed
+        torch.testing.assert_close(x, expected, rtol=2e-5, atol=2e-5 * largest)
 
 
 def test_sites_name_every_linear_once_and_modules_that_exist() -> None:

@@ -32,7 +32,7 @@ def test_tables_are_those_of_transformers(theta, head_dim, rope):
     assert ours.dtype == np.float32
     # one unit in the last place, where torch's float32 power is not rounded correctly
     np.testing.assert_array_max_ulp(ours, theirs.inv_freq.numpy(), maxulp=1)
-    cos, sin = rope_tables(spec, 2048)
+    cos, sin = rope_tables(spec.rope, head_dim, 2048)
     their_cos, their_sin = theirs(torch.zeros(1, 2048, 1), torch.arange(2048)[None])
     assert cos.shape == sin.shape == (2048, head_dim // 2) and cos.dtype == sin.dtype == np.float32
     np.testing.assert_allclose(cos, their_cos[0, :, : head_dim // 2].numpy(), atol=2e-7)

@@ -66,11 +66,39 @@ def model(path):
 
 
 def test_names_are_those_of_hugging_face():
-    assert hugging_face_name("blk.12.attn_q.weight") == "model.layers.12.self_attn.q_proj.weight"
-    assert hugging_face_name("blk.0.attn_k.bias") == "model.layers.0.self_attn.k_proj.bias"
-    assert hugging_face_name("blk.3.ffn_norm.weight") == "model.layers.3.post_attention_layernorm.weight"
-    assert hugging_face_name("output.weight") == "lm_head.weight"
-    assert hugging_face_name("blk.0.ffn_gate_exps.weight") == "blk.0.ffn_gate_exps.weight"
+    assert hugging_face_name("blk.12.attn_q.weight", "llama") == "model.layers.12.self_attn.q_proj.weight"
+    assert hugging_face_name("blk.0.attn_k.bias", "llama") == "model.layers.0.self_attn.k_proj.bias"
+    assert hugging_face_name("blk.3.ffn_norm.weight", "llama") == "model.layers.3.post_attention_layernorm.weight"
+    assert hugging_face_name("output.weight", "llama") == "lm_head.weight"
+    assert hugging_face_name("blk.0.ffn_gate_exps.weight", "llama") == "blk.0.ffn_gate_exps.weight"
+
+
+def test_gemma3_means_other_norms_by_the_same_names():
+    names = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "attn_q_norm")
+    assert [hugging_face_name(f"blk.1.{name}.weight", "gemma3").removeprefix("model.layers.1.") for name in names] == [
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+        "pre_feedforward_layernorm.weight",
+        "post_feedforward_layernorm.weight",
+        "self_attn.q_norm.weight",
+    ]
+    assert hugging_face_name("blk.1.post_ffw_norm.weight", "llama") == "blk.1.post_ffw_norm.weight"
+
+
+def test_gemma3_gets_what_its_files_leave_out(tmp_path):
+    def extra(writer):
+        writer.add_uint32("gemma3.attention.sliding_window", 512)
+        writer.add_float32("gemma3.rope.freq_base", 1e6)
+
+    path, _ = write_model(tmp_path / "x.gguf", "gemma3", extra=extra)
+    config = model(path).config
+    assert config["model_type"] == "gemma3_text" and config["norm_offset_added"] is True
+    assert config["sliding_window"] == 512 and "sliding_window_pattern" not in config
+    assert config["query_pre_attn_scalar"] == config["head_dim"] == HIDDEN // HEADS
+    assert config["rope_parameters"] == {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
 
 
 def test_llama_query_and_key_rows_are_put_back_exactly(tmp_path):

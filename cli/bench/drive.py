@@ -1,0 +1,166 @@
+"""Runs one round of requests against a target and writes down when everything happened.
+
+The event loop's clock is the only clock. In an open loop a request's times count from when it was due, not from when it
+could be sent: else a slow server would slow its own load down and look fast. A request that failed or ran out of time
+is kept with its outcome; nothing here averages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from .load_shape import Load
+from .targets import Counts, Piece, RequestFailed, Target, sending
+from .workload import Item
+
+LAG_PERIOD_S = 0.05
+
+OK, FAILED, TIMED_OUT = "ok", "failed", "timed out"
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """One request. Seconds count from the start of its round.
+
+    due_s           when it was due: its times count from here
+    arrivals_s      when each piece of the answer came
+    streamed_tokens tokens in those pieces, None where the target does not say (then each has at least one)
+    end_s           when the answer was complete, or given up
+    """
+
+    index: int
+    outcome: str
+    due_s: float
+    sent_s: float
+    end_s: float
+    arrivals_s: tuple[float, ...]
+    asked_tokens: int
+    prompt_tokens: int | None
+    output_tokens: int | None
+    cached_tokens: int | None
+    streamed_tokens: int | None
+    error: str = ""
+
+
+class Round(msgspec.Struct, frozen=True, kw_only=True):
+    """One pass over a workload: what was seen, how late the event loop ran at worst, and whether it was cut short."""
+
+    backend: str
+    number: int
+    observations: tuple[Observation, ...]
+    unfinished: int
+    lags_s: tuple[float, ...]
+    interrupted: bool = False
+    peak_pss_bytes: int | None = None
+
+
+async def drive(
+    target: Target,
+    items: Sequence[Item],
+    arrivals: Sequence[float],
+    load: Load,
+    timeout_s: float,
+    number: int = 0,
+    on_done: Callable[[Observation], None] | None = None,
+) -> Round:
+    """Send every item when it is due and wait for all answers. Ctrl-C (a cancellation) gives the round as far as it is.
+
+    An error that is no request's own (a dead engine, a prompt that does not fit) is raised.
+    """
+    loop = asyncio.get_running_loop()
+    observations: list[Observation] = []
+    room = asyncio.Semaphore(load.max_concurrency or len(items) or 1)
+    start = loop.time()
+
+    async def one(index: int) -> None:
+        await _sleep_until(start + arrivals[index])
+        async with room:
+            due_s = arrivals[index] if load.open_loop else loop.time() - start
+            observation = await _observe(target, items[index], index, start, due_s, timeout_s)
+        observations.append(observation)
+        if on_done is not None:
+            on_done(observation)
+
+    lags: list[float] = []
+    watch = asyncio.ensure_future(_watch_lag(lags))
+    tasks = [asyncio.ensure_future(one(index)) for index in range(len(items))]
+    interrupted = False
+    try:
+        await asyncio.gather(*tasks)
+    except asyncio.CancelledError:
+        interrupted = True
+        current = asyncio.current_task()
+        if current is not None:
+            current.uncancel()
+    finally:
+        for task in (watch, *tasks):
+            task.cancel()
+        await asyncio.gather(watch, *tasks, return_exceptions=True)
+    return Round(
+        backend=target.backend,
+        number=number,
+        observations=tuple(sorted(observations, key=lambda seen: seen.index)),
+        unfinished=len(items) - len(observations),
+        lags_s=tuple(lags),
+        interrupted=interrupted,
+    )
+
+
+async def _observe(target: Target, item: Item, index: int, start: float, due_s: float, timeout_s: float) -> Observation:
+    loop = asyncio.get_running_loop()
+    arrivals: list[float] = []
+    tokens: list[int | None] = []
+    counts = Counts(None, None, None)
+    sent_s = loop.time() - start
+    outcome, error = OK, ""
+
+    def take(piece: Piece) -> None:
+        nonlocal counts
+        if piece.tokens != 0:
+            arrivals.append(loop.time() - start)
+            tokens.append(piece.tokens)
+        counts = piece.counts or counts
+
+    try:
+        async with asyncio.timeout(timeout_s), sending(target, item) as pieces:
+            async for piece in pieces:
+                take(piece)
+    except TimeoutError:
+        outcome, error = TIMED_OUT, f"no complete answer within {timeout_s:g} s"
+    except RequestFailed as failure:
+        outcome, error = FAILED, str(failure)
+    if outcome == OK and not arrivals:
+        outcome, error = FAILED, "the answer has no tokens"
+    return Observation(
+        index=index,
+        outcome=outcome,
+        due_s=due_s,
+        sent_s=sent_s,
+        end_s=loop.time() - start,
+        arrivals_s=tuple(arrivals),
+        asked_tokens=item.max_tokens,
+        prompt_tokens=counts.prompt_tokens,
+        output_tokens=counts.output_tokens,
+        cached_tokens=counts.cached_tokens,
+        streamed_tokens=None if None in tokens else sum(tokens),  # type: ignore[arg-type]
+        error=error,
+    )
+
+
+async def _sleep_until(when: float) -> None:
+    delay = when - asyncio.get_running_loop().time()
+    if delay > 0:
+        await asyncio.sleep(delay)
+
+
+async def _watch_lag(lags: list[float]) -> None:
+    """How much later than asked this loop wakes up: figures cannot be finer than that."""
+    loop = asyncio.get_running_loop()
+    with contextlib.suppress(asyncio.CancelledError):
+        while True:
+            due = loop.time() + LAG_PERIOD_S
+            await asyncio.sleep(LAG_PERIOD_S)
+            lags.append(max(0.0, loop.time() - due))

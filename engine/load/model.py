@@ -1,0 +1,85 @@
+"""What the engine runs, and which implementation computes it: our own decoder, or transformers' modules.
+
+Ours is chosen wherever it knows the family. What it refuses goes to transformers, and the log says so: such a model is
+slower, and the same bits are promised for it only after a trial at load.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from ...kernels.errors import LlmctlError, UnsupportedModel
+from ...kernels.ops import Batch, KVLayer
+from ..models.arch import DecoderSpec
+from ..models.decoder import Decoder, Limits
+from ..models.families import decoder_spec, language_part
+from .hub import Source
+from .packed import open_packed
+from .progress import Progress
+from .text import read_json
+
+log = logging.getLogger(__name__)
+
+
+class Model(Protocol):
+    """A model that can be planned with and built.
+
+    spec            a transformers model's has the sizes and windows only
+    implementation  "llmctl" or "transformers"
+    weight_bytes    what its weights take in memory; `weight_formats` are the names of their formats
+    folder          holds its tokenizer and chat template
+    digest          the hash of everything that it is made of
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def spec(self) -> DecoderSpec: ...
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def digest(self) -> str: ...
+    @property
+    def implementation(self) -> str: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    @property
+    def weight_formats(self) -> tuple[str, ...]: ...
+
+    def build(self, batch: Batch, kv: Mapping[int, KVLayer], limits: Limits, kernels: str) -> Decoder:
+        """The model bound to these buffers; `kv` is each layer's part of the cache."""
+        ...
+
+
+def open_model(source: Source, *, implementation: str, dtype: str, cache: Path, progress: Progress | None) -> Model:
+    """The model in `source`; UnsupportedModel if neither implementation, or not the one asked for, can run it."""
+    why = why_transformers(source, implementation)
+    if not why:
+        return open_packed(source, dtype=dtype, cache=cache, progress=progress)
+    from .transformers_model import open_transformers  # imports torch
+
+    log.info("%s: transformers' modules compute it: %s", source.name, why)
+    try:
+        return open_transformers(source, dtype=dtype, cache=cache, progress=progress)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{error.message} ({why})", error.hint) from error
+
+
+def why_transformers(source: Source, implementation: str) -> str:
+    """Why transformers' modules compute this model, "" if our decoder does."""
+    if implementation == "transformers":
+        return "as `--model-impl transformers` asks"
+    if implementation == "llmctl" or source.kind != "hf":
+        return ""
+    config = read_json(source.path / "config.json")
+    try:
+        part = language_part(config)
+        decoder_spec(config if part is None else part.config)
+    except UnsupportedModel as error:
+        return f"our decoder does not know it: {error.message}"
+    except LlmctlError:
+        return ""  # a broken config of a known family: our own loader says what is wrong
+    return ""

@@ -1,0 +1,101 @@
+"""A model that transformers' modules compute: planned from headers, loaded when the engine is built.
+
+Its packed cache entry holds no weights, only its text side, so that the frontend finds a tokenizer where it always
+does. Importing this imports torch and transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import transformers
+
+from ...kernels.errors import UnsupportedModel
+from ...kernels.ops import Batch, KVLayer
+from ...quant.formats.safetensors import open_files
+from ..models.arch import DecoderSpec
+from ..models.decoder import Decoder, Limits
+from ..models.hf import Description, build, describe
+from .build import build_entry
+from .checkpoint import Checkpoint
+from .entry import BadEntry, read_manifest
+from .hub import Source
+from .packed import entry_key
+from .progress import Progress, silent
+from .text import check_tokenizer_files, folder_text, read_json
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransformersModel:
+    """A folder and what is known of it without its weights; `digest` stands for its files and for transformers."""
+
+    name: str
+    source: Path
+    dtype: str
+    description: Description
+    folder: Path
+    digest: str
+    implementation: str = "transformers"
+
+    @property
+    def spec(self) -> DecoderSpec:
+        return self.description.spec
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.description.weight_bytes
+
+    @property
+    def weight_formats(self) -> tuple[str, ...]:
+        return (self.description.weight_format,)
+
+    def build(self, batch: Batch, kv: Mapping[int, KVLayer], limits: Limits, kernels: str) -> Decoder:
+        """Load the weights and bind the modules."""
+        return build(self.source, self.dtype, batch, kv, limits, kernels)
+
+
+def open_transformers(source: Source, *, dtype: str, cache: Path, progress: Progress | None) -> TransformersModel:
+    """The model in a folder; UnsupportedModel with the reason if transformers' modules cannot run on our cache."""
+    description = describe_transformers(source, dtype)
+    key = entry_key(source, dtype, implementation())
+    folder = cache / "packed" / key
+    try:
+        read_manifest(folder)
+    except BadEntry:
+        build_entry(_checkpoint(source, description), key, dtype, cache / "packed", progress or silent)
+    return TransformersModel(source.name, source.path, dtype, description, folder, digest=key)
+
+
+def describe_transformers(source: Source, dtype: str) -> Description:
+    """What the model would be, from its headers."""
+    if source.kind != "hf":
+        raise UnsupportedModel(
+            f"`{source.path}` is no folder of safetensors, which is what the transformers backend reads",
+            "leave out `--model-impl transformers`",
+        )
+    if "quantization_config" in read_json(source.path / "config.json"):
+        raise UnsupportedModel(
+            f"`{source.path}` is quantized, and transformers would compute it", "use an unquantized model"
+        )
+    return describe(source.path, dtype)
+
+
+def implementation() -> str:
+    """The implementation and its version, on which bits depend."""
+    return f"transformers {transformers.__version__}"
+
+
+def _checkpoint(source: Source, description: Description) -> Checkpoint:
+    """The text side of the folder as a checkpoint without tensors."""
+    config = read_json(source.path / "config.json")
+    check_tokenizer_files(source.path)
+    files = open_files(source.path)
+    return Checkpoint(
+        source, config, description.spec, {}, files, partial(folder_text, source.path, config), implementation()
+    )
