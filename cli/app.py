@@ -26,6 +26,7 @@ from .commands.chat import chat
 from .commands.doctor import doctor
 from .commands.models import models
 from .commands.plan import plan
+from .commands.quantize import quantize
 from .commands.serve import serve
 from .console import Console, terminal
 from .exits import ExitCode, exit_code
@@ -66,6 +67,7 @@ def root(
 
 
 app.command()(expand(chat))
+app.command()(expand(quantize))
 app.command()(expand(bench))
 app.command()(expand(serve))
 app.command()(expand(plan))

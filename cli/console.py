@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from ..engine.load.progress import Progress
 
+LINE_S = 15.0  # between two lines of progress in a log
 _UNBOUNDED = 1 << 14  # width for output that is not a terminal: a table in a file is never cut
 
 
@@ -83,16 +85,12 @@ class Console:
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[Progress]:
-        """A callable that shows how far long work has come: bars on a terminal, else one line per kind of work."""
+        """A callable that shows how far long work has come: bars on a terminal, else a line per kind of work.
+
+        Lines that say how much is left follow the first one every LINE_S seconds.
+        """
         if not self.stderr_tty:
-            said: set[str] = set()
-
-            def tell(description: str, done: int, total: int) -> None:
-                if description not in said:
-                    said.add(description)
-                    self.say(description)
-
-            yield tell
+            yield _Lines(self).tell
             return
 
         from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -126,6 +124,33 @@ class Console:
             emoji=False,
             width=None if tty else _UNBOUNDED,
         )
+
+
+class _Lines:
+    """Progress in a log: the time left is estimated from the time since each kind of work began."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._begun: dict[str, tuple[float, int]] = {}
+        self._said = 0.0
+
+    def tell(self, description: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if description not in self._begun:
+            self._begun[description] = now, done
+            self._said = now
+            self._console.say(description)
+            return
+        started, before = self._begun[description]
+        if now - self._said < LINE_S or not before < done < total:
+            return
+        self._said = now
+        left = (now - started) * (total - done) / (done - before)
+        self._console.say(f"{description}: {done / total:.0%}, about {_duration(left)} left")
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def terminal() -> Console:

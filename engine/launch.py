@@ -58,6 +58,13 @@ def build_engine(
     model = open_model(
         source, implementation=config.model_impl, dtype=config.dtype, cache=settings.cache, progress=progress
     )
+    return assemble(config, model, epoch=epoch, record=record)
+
+
+def assemble(
+    config: EngineConfig, model: Model, *, epoch: int, record: Callable[[bytes], None] | None = None
+) -> tuple[Engine, EngineInfo]:
+    """An engine for a model that is already open; `record` as in `build_engine`."""
     plan, budget = resolve(config, model)
     log.info("plan: %s", plan)
     log.info("memory: %s", budget)

@@ -21,7 +21,7 @@ class Weight:
     def __init__(self, kind: str, group: int, zero: str, n: int, k: int, data: int, bytes: int) -> None: ...
 
 class Form:
-    def __init__(self, kind: str, group: int, codes: int, scales: int, sums: int) -> None: ...
+    def __init__(self, kind: str, group: int, codes: int, scales: int, sums: int, order: int) -> None: ...
 
 class Act:
     def __init__(self, k: int, max_rows: int, rows: int, values: int, forms: Sequence[Form]) -> None: ...
@@ -49,7 +49,15 @@ def embed(batch: Batch, weight: Weight, out: Rows, scale: float, owner: object) 
 def norm(batch: Batch, x: Rows, weight: int, eps: float, act: Act, logit_rows_only: bool, owner: object) -> Op: ...
 def norm_add(batch: Batch, x: Rows, weight: int, width: int, eps: float, out: Rows, owner: object) -> Op: ...
 def linear(
-    batch: Batch, act: Act, weight: Weight, bias: int, out: Rows, add: bool, logit_rows_only: bool, owner: object
+    batch: Batch,
+    act: Act,
+    weight: Weight,
+    order: int,
+    bias: int,
+    out: Rows,
+    add: bool,
+    logit_rows_only: bool,
+    owner: object,
 ) -> Op: ...
 def rope_store(
     batch: Batch,

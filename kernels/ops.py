@@ -15,6 +15,7 @@ Meaning shared by all implementations (the reference in `reference/` is the orac
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -88,19 +89,25 @@ def make_batch(max_rows: int, max_seqs: int, max_logit_rows: int, tables: tuple[
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """A [n, k] weight in the kernel's layout (`cpu/pack.py`), as bytes: a view of the mapped cache file."""
+    """A [n, k] weight in the kernel's layout (`cpu/pack.py`), as bytes: a view of the mapped cache file.
+
+    order   int32 [k]: column j multiplies input order[j], for an integer weight whose groups are of inputs that are not
+            side by side (GPTQ with desc_act); None: column j multiplies input j
+    """
 
     format: WeightFormat
     n: int
     k: int
     data: U8Array
+    order: I32Array | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActForm:
-    """Activations quantized for one weight kind and group.
+    """Activations quantized for one weight kind, group and order of inputs.
 
     codes   int8 or int16 [rows, k];  scales float32 [rows, k / group];  sums int32 [rows, k / group]: sum of the codes
+    order   code j is of value order[j], of value j if None
     """
 
     kind: str  # "i8" | "i16"
@@ -108,6 +115,7 @@ class ActForm:
     codes: AnyArray
     scales: F32Array
     sums: I32Array
+    order: I32Array | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,15 +140,53 @@ def act_form_of(weight: WeightFormat) -> tuple[str, int] | None:
     return None
 
 
-def make_act(k: int, max_rows: int, threads: int, consumers: Sequence[WeightFormat]) -> Act:
-    """Buffers for activations of width k that linears of these formats will read."""
+def act_forms(
+    consumers: Sequence[WeightFormat], orders: Sequence[I32Array | None] = ()
+) -> list[tuple[str, int, I32Array | None]]:
+    """(kind, group, order) of each form that linears of these formats need.
+
+    `orders` is parallel to `consumers`: in which order each reads its inputs; () if all read them as they are.
+    """
+    wanted: dict[tuple[str, int, bytes], I32Array | None] = {}
+    for weight, order in zip(consumers, orders or (None,) * len(consumers), strict=True):
+        if (form := act_form_of(weight)) is not None:
+            wanted[(*form, b"" if order is None else order.tobytes())] = order
+    return sorted(((kind, group, order) for (kind, group, _), order in wanted.items()), key=lambda form: form[:2])
+
+
+def make_act(
+    k: int,
+    max_rows: int,
+    threads: int,
+    consumers: Sequence[WeightFormat],
+    orders: Sequence[I32Array | None] = (),
+) -> Act:
+    """Buffers for activations of width k that linears of these formats will read; `orders` as in `act_forms`."""
     rows = max_rows + PRIVATE_ROWS * threads
     forms = []
-    for kind, group in sorted({form for w in consumers if (form := act_form_of(w)) is not None}):
+    for kind, group, order in act_forms(consumers, orders):
         codes: AnyArray = np.zeros((rows, k), np.int8 if kind == "i8" else np.int16)
         scales = np.zeros((rows, k // group), np.float32)
-        forms.append(ActForm(kind, group, codes, scales, np.zeros((rows, k // group), np.int32)))
+        forms.append(ActForm(kind, group, codes, scales, np.zeros((rows, k // group), np.int32), order))
     return Act(k, max_rows, np.zeros((rows, k), np.float32), tuple(forms))
+
+
+def with_orders(act: Act, orders: Sequence[I32Array | None]) -> Act:
+    """The same buffers with other orders of inputs, one per form."""
+    forms = tuple(dataclasses.replace(form, order=order) for form, order in zip(act.forms, orders, strict=True))
+    return dataclasses.replace(act, forms=forms)
+
+
+def find_form(act: Act, weight: PackedWeight) -> ActForm | None:
+    """The form of the activations that this weight is multiplied with, None if they have no such form."""
+    for form in act.forms:
+        if (form.kind, form.group) == act_form_of(weight.format) and _same_order(form.order, weight.order):
+            return form
+    return None
+
+
+def _same_order(a: I32Array | None, b: I32Array | None) -> bool:
+    return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 
 def make_rows(width: int, max_rows: int) -> F32Array:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -118,6 +118,7 @@ def quantize_blocks(
     activations: Activations | None,
     attend: Attend,
     *,
+    ignored: Collection[tuple[int, str]] = (),
     exact_inputs: bool = False,
     progress: Progress | None = None,
 ) -> Iterator[QuantizedBlock]:
@@ -126,6 +127,7 @@ def quantize_blocks(
     make_block     block 0, 1, ... in the order in which activations pass through them; they are changed in place
     format         what `scheme.format` says for the whole model
     activations    the first block's inputs, consumed by the walk; None only for methods that need none
+    ignored        (block, Linear within it) that are not quantized; the scales of their inputs are folded into them
     exact_inputs   let blocks see the outputs of unquantized blocks, which saves one of two passes
     """
     assert activations is not None or scheme.method == "rtn"
@@ -137,7 +139,8 @@ def quantize_blocks(
         stats: Mapping[str, InputStats] = {}
         if activations is not None:
             stats = _observe(block, activations, attend, keep_outputs=exact_inputs)
-        yield _quantize(block, index, scheme, format, stats)
+        kept = {name for number, name in ignored if number == index}
+        yield _quantize(block, index, scheme, format, stats, kept)
         if activations is not None and not exact_inputs and index + 1 < num_blocks:
             _pass_through(block, activations, attend)
         del block  # before the next one is made
@@ -199,16 +202,23 @@ def _pass_through(block: Block, activations: Activations, attend: Attend) -> Non
 
 @torch.no_grad()
 def _quantize(
-    block: Block, index: int, scheme: Scheme, format: WeightFormat, stats: Mapping[str, InputStats]
+    block: Block,
+    index: int,
+    scheme: Scheme,
+    format: WeightFormat,
+    stats: Mapping[str, InputStats],
+    kept: Collection[str],
 ) -> QuantizedBlock:
     """Solve all sites, scales first: a Linear can be scaled as a reader of one site and as the source of another."""
     solved = {site: _solvable(site, index, scheme, stats) for site in block.sites}
     if scheme.method == "awq":
-        solved = {site: _scale(block, site, format, known) for site, known in solved.items()}
+        solved = {site: _scale(block, site, format, known, kept) for site, known in solved.items()}
     linears: dict[str, WeightTensor] = {}
     reports = []
     for site, known in solved.items():
         for name in site.linears:
+            if name in kept:
+                continue
             linear = _linear(block, name)
             weight = linear.weight.data
             own = module_format(format, linear.in_features)
@@ -242,13 +252,16 @@ def _solvable(site: ScaleSite, index: int, scheme: Scheme, stats: Mapping[str, I
     return None
 
 
-def _scale(block: Block, site: ScaleSite, format: WeightFormat, known: InputStats | None) -> InputStats | None:
+def _scale(
+    block: Block, site: ScaleSite, format: WeightFormat, known: InputStats | None, kept: Collection[str]
+) -> InputStats | None:
     """Search the site's scales and fold them; the statistics of the inputs that its Linears get from now on."""
-    if known is None:
-        return None
+    rounded = [_linear(block, name).weight.data for name in site.linears if name not in kept]
+    if known is None or not rounded:
+        return known
     linears = [_linear(block, name) for name in site.linears]
     own = module_format(format, linears[0].in_features)
-    scales = awq.search_scales([linear.weight.data for linear in linears], known, own, site.shared)
+    scales = awq.search_scales(rounded, known, own, site.shared)
     return awq.scaled_stats(known, fold_scales(block.get_submodule(site.previous), linears, scales, site.shared))
 
 

@@ -5,7 +5,7 @@ Tensors that are not quantized are stored in float16, as that layout has it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -29,15 +29,22 @@ _TEXT_FILES = (
 class AwqWriter:
     """A checkpoint folder in AutoAWQ's GEMM layout: what transformers, vLLM and we load.
 
-    shapes   of the original checkpoint's tensors, by Hugging Face name
-    format   of the whole model, group -1 for one group per output
+    shapes    of the original checkpoint's tensors, by Hugging Face name
+    linears   the modules that are quantized
+    format    of the whole model, group -1 for one group per output
     """
 
     def __init__(
-        self, folder: Path, shapes: Mapping[str, tuple[int, ...]], format: WeightFormat, shard_bytes: int = SHARD_BYTES
+        self,
+        folder: Path,
+        shapes: Mapping[str, tuple[int, ...]],
+        linears: Collection[str],
+        format: WeightFormat,
+        shard_bytes: int = SHARD_BYTES,
     ) -> None:
         self._folder, self._format = folder, format
-        self._files = SafetensorsWriter(folder, plan_awq(shapes, format), shard_bytes)
+        self._skipped = sorted(quantized_linears(shapes).keys() - set(linears))
+        self._files = SafetensorsWriter(folder, plan_awq(shapes, linears, format), shard_bytes)
 
     def add_block(self, prefix: str, block: QuantizedBlock) -> None:
         """One quantized block; `prefix` is `model.layers.0.`."""
@@ -58,7 +65,7 @@ class AwqWriter:
         """Write `config.json` with its `quantization_config`, and the other files (tokenizer and the like) as given."""
         self._files.finish()
         own = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
-        own |= {"torch_dtype": "float16", "quantization_config": awq.config_of(self._format.group)}
+        own |= {"torch_dtype": "float16", "quantization_config": awq.config_of(self._format.group, self._skipped)}
         write_json(self._folder / "config.json", own)
         for name, content in files.items():
             write_file(self._folder / name, content)
@@ -68,12 +75,13 @@ class AwqWriter:
         self._files.close()
 
 
-def plan_awq(shapes: Mapping[str, tuple[int, ...]], format: WeightFormat) -> tuple[PlannedTensor, ...]:
+def plan_awq(
+    shapes: Mapping[str, tuple[int, ...]], linears: Collection[str], format: WeightFormat
+) -> tuple[PlannedTensor, ...]:
     """Every tensor of the AWQ checkpoint made from a checkpoint of these shapes.
 
     UnsupportedModel if a Linear does not fit into the layout.
     """
-    linears = quantized_linears(shapes)
     plan = []
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")

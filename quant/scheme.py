@@ -7,7 +7,7 @@ a whole file in AutoAWQ's and GPTQ's layouts. A model with 576 inputs, asked for
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from ..kernels.errors import UnsupportedModel, UsageError
@@ -27,6 +27,7 @@ class Scheme:
     symmetric          zero point 8 everywhere instead of one per group
     search_clip        for awq: whether the range of each group is searched, or reaches over all its weights
     strict_group_size  whether a group size that does not divide every Linear is an error
+    ignore             modules to leave as they are: parts of their names, or `re:` and a regular expression
     """
 
     method: str = "awq"
@@ -35,12 +36,33 @@ class Scheme:
     symmetric: bool = False
     search_clip: bool = True
     strict_group_size: bool = False
+    ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise UsageError(f"unknown quantization method `{self.method}`", f"known: {', '.join(METHODS)}")
         if self.bits != 4:
             raise UsageError(f"{self.method} with {self.bits} bits", "supported: 4")
+        for pattern in self.ignore:
+            _matcher(pattern)
+
+    def linears(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """The modules to quantize and their numbers of inputs, as `quantized_linears` without those to ignore.
+
+        UsageError if something is to be ignored that is not there, or if nothing is left.
+        """
+        linears = quantized_linears(shapes)
+        ignored: set[str] = set()
+        for pattern in self.ignore:
+            matches = _matcher(pattern)
+            found = {module for module in linears if matches(module)}
+            others = {name.removesuffix(".weight") for name in shapes} | {"lm_head"}  # never quantized, whoever asks
+            if not found and not any(matches(name) for name in others):
+                raise UsageError(f"no module matches `--ignore {pattern}`", f"modules are named like `{min(linears)}`")
+            ignored |= found
+        if len(ignored) == len(linears):
+            raise UsageError("--ignore leaves nothing to quantize", f"there are {len(linears)} Linears")
+        return {module: width for module, width in linears.items() if module not in ignored}
 
     def format(self, widths: Iterable[int]) -> WeightFormat:
         """The one format in which Linears of these numbers of inputs are stored; group -1 is one group per output."""
@@ -90,3 +112,14 @@ def quantized_linears(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     if not linears:
         raise UnsupportedModel("no Linear to quantize: no matrix is named `model.layers.N...weight`")
     return linears
+
+
+def _matcher(pattern: str) -> Callable[[str], bool]:
+    """Whether a module's name is meant by an `ignore` pattern."""
+    if not pattern.startswith("re:"):
+        return lambda module: pattern in module
+    try:
+        compiled = re.compile(pattern[3:])
+    except re.error as error:
+        raise UsageError(f"`--ignore {pattern}` is no regular expression: {error}") from error
+    return lambda module: compiled.search(module) is not None

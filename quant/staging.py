@@ -18,12 +18,13 @@ from ..kernels.errors import CapacityError, UsageError
 
 
 @contextmanager
-def staged_folder(target: Path) -> Iterator[Path]:
+def staged_folder(target: Path, replace: bool = False) -> Iterator[Path]:
     """An empty folder that becomes `target` when the block ends well, and disappears if it raises.
 
-    UsageError if `target` exists and is not an empty folder, or if another process is writing it.
+    `replace` allows for a `target` that exists: it stays whole until the new one is, and is removed then. UsageError if
+    there is one otherwise, except an empty folder, or if another process is writing it.
     """
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    if not replace and target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UsageError(f"`{target}` already exists", "choose another output folder, or remove it first")
     staging = target.parent / f".{target.name}.partial"
     lock = _locked(staging, target)
@@ -32,7 +33,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
         yield staging
         with disk_errors(target):
             os.fsync(lock)
-            os.replace(staging, target)
+            _put_in_place(staging, target)
             _sync(target.parent)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
@@ -81,6 +82,16 @@ def _locked(staging: Path, target: Path) -> int:
         os.close(lock)
         raise UsageError(f"another process is writing `{target}`", "wait for it, or stop it")
     return lock
+
+
+def _put_in_place(staging: Path, target: Path) -> None:
+    """Rename; a folder that is there goes aside first, since no rename replaces one that is not empty."""
+    aside = target.parent / f".{target.name}.replaced"
+    if target.exists() and any(target.iterdir()):
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(target, aside)
+    os.replace(staging, target)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _clear(folder: Path) -> None:

@@ -20,19 +20,40 @@ class WeightTensor:
             int8: int8 [n, k];  int4: uint8 [n, k], one code 0..15 per element
     scales  float16 [n, k / group], None for the float kinds
     zeros   "min": float16 [n, k / group];  "int": uint8 [n, k / group];  else None
+    order   int32 [k]: column j multiplies input order[j], so that the inputs of a group are side by side although the
+            checkpoint scattered them (GPTQ with desc_act); None if column j multiplies input j
     """
 
     format: WeightFormat
     data: Array
     scales: Array | None = None
     zeros: Array | None = None
+    order: npt.NDArray[np.int32] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.data.shape
 
     def dequantize(self) -> npt.NDArray[np.float32]:
-        """The values as float32: exactly `scale * code` (+ min) as float32 arithmetic gives it."""
+        """The values as float32, in order of inputs: exactly `scale * code` (+ min) as float32 arithmetic gives it."""
+        values = self._dequantize()
+        if self.order is None:
+            return values
+        plain = np.empty_like(values)
+        plain[:, self.order] = values
+        return plain
+
+    def select_rows(self, rows: npt.NDArray[np.int64]) -> WeightTensor:
+        """The same weight with its outputs taken in this order; exact in every format."""
+        return WeightTensor(
+            self.format,
+            self.data[rows],
+            None if self.scales is None else self.scales[rows],
+            None if self.zeros is None else self.zeros[rows],
+            self.order,
+        )
+
+    def _dequantize(self) -> npt.NDArray[np.float32]:
         if self.format.kind == "bf16":
             return (self.data.astype(np.uint32) << 16).view(np.float32)
         if self.format.is_float:
@@ -50,12 +71,3 @@ class WeightTensor:
         elif self.format.kind == "int4":
             codes -= 8
         return (codes * scales).reshape(n, k)
-
-    def select_rows(self, rows: npt.NDArray[np.int64]) -> WeightTensor:
-        """The same weight with its outputs taken in this order; exact in every format."""
-        return WeightTensor(
-            self.format,
-            self.data[rows],
-            None if self.scales is None else self.scales[rows],
-            None if self.zeros is None else self.zeros[rows],
-        )

@@ -22,7 +22,7 @@ from typing import BinaryIO
 import msgspec
 
 from ...kernels.cpu.pack import LAYOUT_VERSION, pack, packed_bytes
-from ...kernels.errors import CapacityError, CheckpointError
+from ...kernels.errors import CapacityError, CheckpointError, UnsupportedModel, UsageError
 from ...kernels.formats import WeightFormat
 from ...quant.formats.stored import StoredTensor
 from ...quant.tensor import Array
@@ -33,6 +33,7 @@ from .entry import (
     ENTRY_VERSION,
     HEADER_BYTES,
     MANIFEST,
+    ORDER,
     TOKENIZER,
     VECTOR,
     WEIGHTS,
@@ -154,16 +155,24 @@ def _layout(checkpoint: Checkpoint, dtype: str) -> tuple[PackedTensor, ...]:
     """Where each tensor will lie, known from the headers alone."""
     placed, position = [], HEADER_BYTES
     for name, stored in checkpoint.tensors.items():
-        offset = aligned(position)
-        if len(stored.shape) == 1:
-            tensor = PackedTensor(name, VECTOR, stored.shape[0], 1, offset, 4 * stored.shape[0])
-        else:
-            n, k = stored.shape
-            format = target_format(_format(stored), dtype)
-            tensor = PackedTensor(name, format.name, n, k, offset, packed_bytes(format, n, k))
-        placed.append(tensor)
-        position = offset + tensor.bytes
+        for format, n, k, size in _parts(stored, dtype):
+            offset = aligned(position)
+            placed.append(PackedTensor(name, format, n, k, offset, size))
+            position = offset + size
     return tuple(placed)
+
+
+def _parts(stored: StoredTensor, dtype: str) -> list[tuple[str, int, int, int]]:
+    """(format, n, k, bytes) of everything that is stored of a tensor."""
+    if len(stored.shape) == 1:
+        return [(VECTOR, stored.shape[0], 1, 4 * stored.shape[0])]
+    n, k = stored.shape
+    format = target_format(_format(stored), dtype)
+    try:
+        parts = [(format.name, n, k, packed_bytes(format, n, k))]
+    except UsageError as error:
+        raise UnsupportedModel(f"`{stored.name}`: {error.message}", "use --dtype float32, which unpacks it") from error
+    return parts if format.is_float or stored.order is None else [(ORDER, k, 1, 4 * k), *parts]
 
 
 def _write_tensors(
@@ -184,6 +193,10 @@ def _write_tensors(
 
 
 def _packed(checkpoint: Checkpoint, tensor: PackedTensor, dtype: str) -> Array:
+    if tensor.format == ORDER:
+        order = checkpoint.tensors[tensor.name].order
+        assert order is not None, tensor
+        return order
     if tensor.format == VECTOR:
         return checkpoint.read_vector(tensor.name)
     weight = checkpoint.read(tensor.name)

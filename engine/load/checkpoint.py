@@ -1,7 +1,8 @@
 """A checkpoint opened and checked: its spec, and every tensor the decoder needs, before anything is built.
 
-Opening reads headers only. A config that disagrees with the tensors, a tensor that is missing or one that no part of
-the decoder would use is an error here: each of them would otherwise become a model that runs and writes nonsense.
+Opening reads headers only, and the zero points and group indices of quantized Linears. A config that disagrees with
+the tensors, a tensor that is missing or one that no part of the decoder would use is an error here: each of them would
+otherwise become a model that runs and writes nonsense.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ...kernels.errors import CheckpointError, UnsupportedModel
-from ...quant.formats import gguf, gguf_model, gguf_tokenizer, safetensors
+from ...quant.formats import detect, gguf, gguf_model, gguf_tokenizer, quantized, safetensors
 from ...quant.formats.stored import StoredTensor, shape_text
 from ...quant.tensor import Array, WeightTensor
 from ..models.arch import DecoderSpec
@@ -27,7 +29,8 @@ from .text import ChatInfo, ModelText, check_tokenizer_files, folder_text, read_
 log = logging.getLogger(__name__)
 
 _CHUNK = 1 << 22
-_UNUSED = (".rotary_emb.inv_freq",)  # stored by old writers, always recomputed
+# Rope buffers of old writers, which are recomputed, and scales for a quantized KV cache, which ours is not.
+_UNUSED = (".rotary_emb.inv_freq", ".self_attn.k_scale", ".self_attn.v_scale")
 
 
 class TensorFiles(Protocol):
@@ -105,9 +108,8 @@ def open_checkpoint(source: Source) -> Checkpoint:
     else:
         folder = source.path
         config = read_json(folder / "config.json")
-        _refuse_quantized(source, config)
         check_tokenizer_files(folder)
-        files = safetensors.open_files(folder)
+        files = _folder_files(folder, config)
         load_text = partial(folder_text, folder, config)
         part = language_part(config)
         if part is not None:
@@ -152,20 +154,23 @@ def _check_tensors(source: Source, spec: DecoderSpec, files: TensorFiles) -> dic
     return tensors
 
 
+def _folder_files(folder: Path, config: Mapping[str, object]) -> TensorFiles:
+    """The tensors of a folder; quantized Linears as one weight each, whatever their format stores them as."""
+
+    def read_other(name: str) -> Mapping[str, object] | None:
+        return read_json(folder / name) if (folder / name).is_file() else None
+
+    quantization = detect.find_config(config, read_other)
+    if quantization is None:
+        return safetensors.open_files(folder)
+    return quantized.open_linears(safetensors.open_files(folder), detect.detect_format(quantization), folder)
+
+
 def _language_files(source: Source, files: TensorFiles, part: LanguagePart) -> LanguageFiles:
     named = {name: part.name(name) for name in files.tensors}
     left_out = sum(own is None for own in named.values())
     log.info("%s: text only, %d tensors of its other parts are left out", source.name, left_out)
     return LanguageFiles({own: files.tensors[name] for name, own in named.items() if own is not None}, files)
-
-
-def _refuse_quantized(source: Source, config: Mapping[str, object]) -> None:
-    quantization = config.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModel(
-            f"`{source.path}` is quantized with `{method}`", "use an unquantized safetensors model or a GGUF file"
-        )
 
 
 def _gguf_text(file: gguf.GGUFFile) -> ModelText:

@@ -24,6 +24,7 @@ from .text import ChatInfo
 ENTRY_VERSION = 2
 ALIGNMENT = 64
 VECTOR = "vector"  # the format of what is no matrix
+ORDER = "order"  # in which the weight of the same name, which follows, reads its inputs
 WEIGHTS, MANIFEST, TOKENIZER, CHAT = "weights.bin", "manifest.json", "tokenizer.json", "chat.json"
 
 _HEADER = struct.Struct("<8sI32s20x")
@@ -33,7 +34,7 @@ _CHUNK = 1 << 22
 
 
 class PackedTensor(msgspec.Struct, frozen=True, array_like=True):
-    """A weight [n, k] in a kernel's layout, or a float32 vector of n elements (format "vector", k = 1)."""
+    """A weight [n, k] in a kernel's layout; with k = 1 a float32 vector ("vector") or int32 indices ("order")."""
 
     name: str
     format: str
@@ -140,7 +141,7 @@ def _check_place(tensor: PackedTensor, size: int) -> None:
     try:
         expected = (
             4 * tensor.n
-            if tensor.format == VECTOR
+            if tensor.format in (VECTOR, ORDER)
             else packed_bytes(parse_weight_format(tensor.format), tensor.n, tensor.k)
         )
     except LlmctlError as error:

@@ -20,7 +20,8 @@ import numpy as np
 from ...kernels.cpu.pack import LAYOUT_VERSION
 from ...kernels.errors import CheckpointError, UsageError
 from ...kernels.formats import parse_weight_format
-from ...kernels.ops import Batch, F32Array, KVLayer, PackedWeight
+from ...kernels.ops import Batch, F32Array, I32Array, KVLayer, PackedWeight
+from ...quant.formats.detect import CONFIG_FILES
 from ...quant.formats.safetensors import INDEX_NAME, weight_files
 from ...quant.formats.stored import map_file
 from ..models.arch import DecoderSpec
@@ -31,6 +32,7 @@ from .convert import TARGETS
 from .entry import (
     ENTRY_VERSION,
     MANIFEST,
+    ORDER,
     TOKENIZER,
     VECTOR,
     WEIGHTS,
@@ -134,7 +136,7 @@ def entry_key(source: Source, dtype: str, implementation: str = "llmctl") -> str
     if source.kind == "gguf":
         files: tuple[Path, ...] = (source.path,)
     else:
-        names = (*TEXT_FILES, INDEX_NAME)
+        names = (*TEXT_FILES, *CONFIG_FILES, INDEX_NAME)
         files = tuple(path for name in names if (path := source.path / name).is_file()) + weight_files(source.path)
     parts: list[object] = [ENTRY_VERSION, LAYOUT_VERSION, dtype, implementation]
     for path in files:
@@ -160,7 +162,7 @@ def list_entries(cache: Path) -> tuple[Entry, ...]:
         except BadEntry as error:
             entries.append(Entry(folder.name, folder, size, problem=str(error)))
             continue
-        formats = tuple(dict.fromkeys(tensor.format for tensor in manifest.tensors if tensor.format != VECTOR))
+        formats = tuple(dict.fromkeys(t.format for t in manifest.tensors if t.format not in (VECTOR, ORDER)))
         made_of = manifest.name, manifest.source, manifest.dtype
         entries.append(Entry(folder.name, folder, size, *made_of, formats, implementation=manifest.implementation))
     return tuple(entries)
@@ -195,10 +197,14 @@ def _map(name: str, folder: Path, manifest: Manifest) -> PackedModel:
         raise BadEntry(f"weights.bin has {data.size} bytes, expected {manifest.bytes}")
     weights: dict[str, PackedWeight] = {}
     vectors: dict[str, F32Array] = {}
+    orders: dict[str, I32Array] = {}
     for tensor in manifest.tensors:
         view = data[tensor.offset : tensor.offset + tensor.bytes]
         if tensor.format == VECTOR:
             vectors[tensor.name] = view.view(np.float32)
+        elif tensor.format == ORDER:
+            orders[tensor.name] = view.view(np.int32)
         else:
-            weights[tensor.name] = PackedWeight(parse_weight_format(tensor.format), tensor.n, tensor.k, view)
+            order = orders.get(tensor.name)  # stands before its weight
+            weights[tensor.name] = PackedWeight(parse_weight_format(tensor.format), tensor.n, tensor.k, view, order)
     return PackedModel(name, manifest.spec, weights, vectors, folder, read_chat(folder), manifest.digest)

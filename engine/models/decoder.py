@@ -29,8 +29,10 @@ from ...kernels.ops import (
     PackedWeight,
     Program,
     RopeStoreArgs,
+    act_forms,
     make_act,
     make_rows,
+    with_orders,
 )
 from .arch import DecoderSpec, RopeSpec
 from .rope import rope_tables
@@ -94,7 +96,7 @@ class _Builder:
         self.batch, self.kv, self.limits, self.kernels = batch, kv, limits, kernels
         self.ops: list[Op] = []
         self.kinds: list[str] = []
-        self.acts: dict[tuple[str, tuple[WeightFormat, ...]], Act] = {}
+        self.acts: dict[tuple[str, tuple[tuple[str, int], ...]], Act] = {}
         self.buffers: dict[str, F32Array] = {}
         self.ropes: dict[RopeSpec, tuple[F32Array, F32Array]] = {}
 
@@ -109,7 +111,7 @@ class _Builder:
             self.attention(layer, hidden)
             self.feed_forward(layer, hidden)
         logits = make_rows(spec.vocab_size, self.limits.max_logit_rows)
-        act = make_act(spec.hidden_size, self.limits.max_logit_rows, self.limits.threads, (head.format,))
+        act = make_act(spec.hidden_size, self.limits.max_logit_rows, self.limits.threads, (head.format,), (head.order,))
         self.norm("model.norm", hidden, act, logit_rows_only=True)
         self.add("linear", LinearArgs(self.batch, act, head, None, logits, False, True), "lm_head")
         program = registry.record(self.ops, self.batch, kernels=self.kernels)
@@ -171,12 +173,14 @@ class _Builder:
         return spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
 
     def act(self, role: str, width: int, consumers: Sequence[str]) -> Act:
-        """The role's buffers, shared by all layers whose consumers have the same formats."""
-        formats = tuple(self.weights[f"{name}.weight"].format for name in consumers)
-        key = role, formats
+        """The role's buffers, shared by all layers whose consumers need forms of the same kinds."""
+        weights = [self.weights[f"{name}.weight"] for name in consumers]
+        formats, orders = [weight.format for weight in weights], [weight.order for weight in weights]
+        forms = act_forms(formats, orders)
+        key = role, tuple((kind, group) for kind, group, _ in forms)
         if key not in self.acts:
-            self.acts[key] = make_act(width, self.limits.max_rows, self.limits.threads, formats)
-        return self.acts[key]
+            self.acts[key] = make_act(width, self.limits.max_rows, self.limits.threads, formats, orders)
+        return with_orders(self.acts[key], [order for _, _, order in forms])
 
     def rows(self, role: str, width: int) -> F32Array:
         """The role's plain rows, shared by all layers."""

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import msgspec
 
 from ...kernels.formats import KVFormat
-from ...kernels.ops import make_batch
+from ...kernels.ops import F32Array, make_batch
 from ..engine import Pending, StepRunner
 from ..load.model import Model
 from ..models.decoder import Limits
@@ -58,14 +58,21 @@ class Runner:
 
     def execute(self, step: Step) -> StepResult:
         """Apply the step's deltas, compute its chunks, sample."""
+        self.forward(step)
+        return StepResult(step.index, self._sampler.sample(step.chunks))
+
+    def forward(self, step: Step) -> F32Array:
+        """Apply the step's deltas and compute its chunks, without sampling.
+
+        The logits [rows, vocabulary padded to panels] of the positions that get some, valid until the next step.
+        """
         apply_deltas(self._slots, step)
         for copy in step.copies:
             self.groups[copy.group].copy(copy.source, copy.target, copy.tokens)
-        if not step.chunks:
-            return StepResult(step.index)
-        fill_batch(self._batch, self._slots, step.chunks)
-        self.decoder.program.replay()
-        return StepResult(step.index, self._sampler.sample(step.chunks))
+        if step.chunks:
+            fill_batch(self._batch, self._slots, step.chunks)
+            self.decoder.program.replay()
+        return self.decoder.logits[: sum(chunk.count - chunk.logits_from for chunk in step.chunks)]
 
     def close(self) -> None:
         """Wait for what was submitted and stop the worker thread."""

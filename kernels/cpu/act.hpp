@@ -2,7 +2,8 @@
 //
 // Per row and group of k: scale = absmax / Q, code = round-half-even(x / scale) with Q = 127 (int8) or 2047 (int16 of
 // 12 bits), and the sum of the codes. A true division, not a product with 1 / scale: that is the meaning of the op. A
-// NaN or Inf anywhere in a group makes its scale NaN or Inf, so it reaches every output that reads the group.
+// NaN or Inf anywhere in a group makes its scale NaN or Inf, so it reaches every output that reads the group. A form may
+// have its values in another order: that of a weight whose groups are not of consecutive inputs.
 #pragma once
 
 #include "batch.hpp"
@@ -45,10 +46,16 @@ LLMCTL_INLINE void quantize_row(const Act& act, const Form& form, long row) {
   const float* x = act.row(row);
   const int groups = act.k / form.group;
   Code* codes = static_cast<Code*>(form.codes) + row * act.k;
+  alignas(32) float gathered[kMaxOrderedGroup];
   for (int g = 0; g < groups; ++g) {
     const long at = static_cast<long>(g) * form.group;
+    const float* from = x + at;
+    if (form.order != nullptr) {
+      for (int j = 0; j < form.group; ++j) gathered[j] = x[form.order[at + j]];
+      from = gathered;
+    }
     form.sums[row * groups + g] =
-        quantize_group<Isa, Code>(x + at, form.group, top_code(form.kind), codes + at, form.scales + row * groups + g);
+        quantize_group<Isa, Code>(from, form.group, top_code(form.kind), codes + at, form.scales + row * groups + g);
   }
 }
 

@@ -8,10 +8,11 @@
 
 namespace llmctl::cpu {
 
-constexpr int kPanel = 16;         // outputs per packed panel
-constexpr int kPrivateRows = 2;    // PRIVATE_ROWS of kernels/ops.py
-constexpr int kAttendSplit = 128;  // ATTEND_SPLIT of kernels/ops.py
-constexpr int kMaxForms = 6;       // quantized forms of one Act
+constexpr int kPanel = 16;             // outputs per packed panel
+constexpr int kPrivateRows = 2;        // PRIVATE_ROWS of kernels/ops.py
+constexpr int kAttendSplit = 128;      // ATTEND_SPLIT of kernels/ops.py
+constexpr int kMaxForms = 6;           // quantized forms of one Act
+constexpr int kMaxOrderedGroup = 128;  // largest group of a form with an order
 constexpr int kMaxHeadDim = 512;
 constexpr int kMaxInt8Group = 8192;  // 8192 x 128 x 2047 is just below 2^31
 
@@ -53,9 +54,11 @@ struct Weight {
 enum class FormKind : int { i8, i16 };
 
 // Activations quantized per row and group: codes [rows, k], scales and sums [rows, k / group].
+// Code j is of value order[j] of the row, of value j if `order` is null.
 struct Form {
   FormKind kind;
   int group;
+  const int32_t* order;  // [k]
   void* codes;  // int8 or int16
   float* scales;
   int32_t* sums;

@@ -112,10 +112,17 @@ Weight make_weight(const std::string& kind_name, int group, const std::string& z
   return {kind, group, n, k, panels, panel_bytes, at<const uint8_t>(data)};
 }
 
-Form make_form(const std::string& kind, int group, Address codes, Address scales, Address sums) {
+Form make_form(const std::string& kind, int group, Address codes, Address scales, Address sums, Address order) {
   require(kind == "i8" || kind == "i16", "unknown activation form `" + kind + "`");
   require(group > 0 && group % 32 == 0, "activation group " + text(group) + " is not a multiple of 32");
-  return {kind == "i8" ? FormKind::i8 : FormKind::i16, group, at<void>(codes), at<float>(scales), at<int32_t>(sums)};
+  require(order == 0 || group <= kMaxOrderedGroup,
+          "activation group " + text(group) + " with an order, at most " + text(kMaxOrderedGroup));
+  return {kind == "i8" ? FormKind::i8 : FormKind::i16,
+          group,
+          at<const int32_t>(order),
+          at<void>(codes),
+          at<float>(scales),
+          at<int32_t>(sums)};
 }
 
 Act make_act(int k, int max_rows, int rows, Address values, const std::vector<Form>& forms) {
@@ -196,18 +203,19 @@ std::shared_ptr<Op> norm_add(const Batch& batch, const Rows& x, Address weight, 
   return make_op(std::make_unique<NormAddStage>(*chosen(), args));
 }
 
-std::shared_ptr<Op> linear(const Batch& batch, const Act& act, const Weight& weight, Address bias, const Rows& out,
-                           bool add, bool logit_rows_only, nb::handle) {
+std::shared_ptr<Op> linear(const Batch& batch, const Act& act, const Weight& weight, Address order, Address bias,
+                           const Rows& out, bool add, bool logit_rows_only, nb::handle) {
   require(act.k == weight.k, "activations of width " + text(act.k) + " for a weight of " + text(weight.k) + " inputs");
   require_width("linear output", out, static_cast<long>(weight.panels) * kPanel);
   Form form{};
   if (weight.group != 0) {
     const FormKind kind = weight.kind == WeightKind::int8 ? FormKind::i16 : FormKind::i8;
     for (int i = 0; i < act.num_forms; ++i) {
-      if (act.forms[i].kind == kind && act.forms[i].group == weight.group) form = act.forms[i];
+      const Form& found = act.forms[i];
+      if (found.kind == kind && found.group == weight.group && found.order == at<const int32_t>(order)) form = found;
     }
     require(form.codes != nullptr, std::string("the activations have no ") + (kind == FormKind::i8 ? "i8" : "i16") +
-                                       " form of group " + text(weight.group));
+                                       " form of group " + text(weight.group) + (order != 0 ? " in its order" : ""));
   }
   const LinearArgs args{batch, act, form, weight, at<const float>(bias), out, add, logit_rows_only};
   return make_op(std::make_unique<LinearStage>(*chosen(), args));
@@ -319,10 +327,10 @@ NB_MODULE(_cpu, m) {
           "kind"_a, "group"_a, "zero"_a, "n"_a, "k"_a, "data"_a, "bytes"_a);
   nb::class_<Form>(m, "Form").def(
       "__init__",
-      [](Form* self, const std::string& kind, int group, Address codes, Address scales, Address sums) {
-        new (self) Form(make_form(kind, group, codes, scales, sums));
+      [](Form* self, const std::string& kind, int group, Address codes, Address scales, Address sums, Address order) {
+        new (self) Form(make_form(kind, group, codes, scales, sums, order));
       },
-      "kind"_a, "group"_a, "codes"_a, "scales"_a, "sums"_a);
+      "kind"_a, "group"_a, "codes"_a, "scales"_a, "sums"_a, "order"_a);
   nb::class_<Act>(m, "Act").def(
       "__init__",
       [](Act* self, int k, int max_rows, int rows, Address values, const std::vector<Form>& forms) {
@@ -346,8 +354,8 @@ NB_MODULE(_cpu, m) {
         nb::keep_alive<0, 7>());
   m.def("norm_add", &norm_add, "batch"_a, "x"_a, "weight"_a, "width"_a, "eps"_a, "out"_a, "owner"_a,
         nb::keep_alive<0, 7>());
-  m.def("linear", &linear, "batch"_a, "act"_a, "weight"_a, "bias"_a, "out"_a, "add"_a, "logit_rows_only"_a, "owner"_a,
-        nb::keep_alive<0, 8>());
+  m.def("linear", &linear, "batch"_a, "act"_a, "weight"_a, "order"_a, "bias"_a, "out"_a, "add"_a, "logit_rows_only"_a,
+        "owner"_a, nb::keep_alive<0, 9>());
   m.def("rope_store", &rope_store, "batch"_a, "q"_a, "k"_a, "v"_a, "q_norm"_a, "k_norm"_a, "norm_eps"_a, "cos"_a,
         "sin"_a, "num_heads"_a, "q_scale"_a, "kv"_a, "owner"_a, nb::keep_alive<0, 13>());
   m.def("attend", &attend, "batch"_a, "q"_a, "num_heads"_a, "kv"_a, "window"_a, "max_positions"_a, "act"_a, "owner"_a,

@@ -22,6 +22,7 @@ from ..ops import (
     Batch,
     EmbedArgs,
     F32Array,
+    I32Array,
     KVCopyArgs,
     KVLayer,
     LinearArgs,
@@ -31,6 +32,7 @@ from ..ops import (
     PackedWeight,
     RopeStoreArgs,
     SampleArgs,
+    find_form,
 )
 
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -86,6 +88,8 @@ def record(ops: Sequence[Op], batch: Batch) -> _cpu.Program:
 
 def accepts_embed(args: EmbedArgs) -> str | None:
     """Why there is no kernel for this, None if there is one."""
+    if args.weight.order is not None:
+        return "an embedding with its columns in another order"
     return _refuse_weight(args.weight.format, args.weight.k)
 
 
@@ -123,8 +127,10 @@ def accepts_linear(args: LinearArgs) -> str | None:
 def build_linear(args: LinearArgs) -> tuple[_cpu.Op, ...]:
     padded = -(-args.weight.n // 16) * 16
     bias = 0 if args.bias is None else _vector(args.bias, padded, "bias")
+    form = find_form(args.act, args.weight)
+    order = 0 if form is None else _order(form.order, args.act.k)
     act, weight, out = _act(args.act), _weight(args.weight), _rows(args.out)
-    return (_cpu.linear(_batch(args.batch), act, weight, bias, out, args.add, args.logit_rows_only, args),)
+    return (_cpu.linear(_batch(args.batch), act, weight, order, bias, out, args.add, args.logit_rows_only, args),)
 
 
 def accepts_rope_store(args: RopeStoreArgs) -> str | None:
@@ -259,6 +265,14 @@ def _vector(array: F32Array, length: int, what: str) -> int:
     return _address(array, np.float32)
 
 
+def _order(order: I32Array | None, k: int) -> int:
+    if order is None:
+        return 0
+    if order.shape != (k,) or not np.array_equal(np.sort(order), np.arange(k)):
+        raise ValueError(f"an order of inputs of shape {order.shape} is no permutation of {k} inputs")
+    return _address(order, np.int32)
+
+
 def _rows(array: F32Array) -> _cpu.Rows:
     """Rows may be a slice of columns of a wider buffer."""
     if array.dtype != np.float32 or array.ndim != 2 or array.strides[1] != 4:
@@ -298,6 +312,7 @@ def _act(act: Act) -> _cpu.Act:
             _address(form.codes, np.int8 if form.kind == "i8" else np.int16),
             _address(form.scales, np.float32),
             _address(form.sums, np.int32),
+            _order(form.order, act.k),
         )
         for form in act.forms
     ]

@@ -40,6 +40,8 @@ def _kv_refusal(format: KVFormat) -> str | None:
 
 
 def _accepts_embed(args: EmbedArgs) -> str | None:
+    if args.weight.order is not None:
+        return "an embedding with its columns in another order"
     return _weight_refusal(args.weight.format, args.weight.k)
 
 

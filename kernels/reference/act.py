@@ -35,7 +35,8 @@ def write_act(act: Act, values: torch.Tensor) -> None:
     rows = values.shape[0]
     torch.from_numpy(act.values)[:rows] = values
     for form in act.forms:
-        codes, scales, sums = quantize(values, form.kind, form.group)
+        read = values if form.order is None else values[:, torch.from_numpy(form.order).long()]
+        codes, scales, sums = quantize(read, form.kind, form.group)
         stored = torch.from_numpy(form.codes)
         stored[:rows] = codes.to(stored.dtype)
         torch.from_numpy(form.scales)[:rows] = scales

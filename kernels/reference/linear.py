@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..ops import ActForm, LinearArgs, act_form_of
+from ..ops import ActForm, LinearArgs, act_form_of, find_form
 from .act import batch_rows
 from .weight import Groups, float_values, integer_groups
 
@@ -52,9 +52,9 @@ def build(args: LinearArgs) -> FloatLinear | IntegerLinear:
     wanted = act_form_of(args.weight.format)
     if wanted is None:
         return FloatLinear(args, float_values(args.weight))
-    forms = [form for form in args.act.forms if (form.kind, form.group) == wanted]
-    assert forms, f"activations have no form {wanted} for weight format {args.weight.format.name}"
-    return IntegerLinear(args, forms[0], integer_groups(args.weight))
+    form = find_form(args.act, args.weight)
+    assert form is not None, f"activations have no form {wanted} for weight format {args.weight.format.name}"
+    return IntegerLinear(args, form, integer_groups(args.weight))
 
 
 def _rows(args: LinearArgs) -> int:

@@ -11,7 +11,7 @@ value = (q - z) * scale with q and z in 0..15, nothing added to stored zeros. Th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from ...kernels.formats import WeightFormat
 from ..tensor import Array, WeightTensor
 from .fields import Config, read_int, read_names, read_text
 from .groups import consecutive_groups, equal_groups
-from .linear import DecodedLinear, check_shape, part, read_bias, read_scales
+from .linear import DecodedLinear, LinearLayout, check_shape, part, read_bias, read_scales
 from .words import U8Array, Words, pack_words, unpack_words
 
 _COLUMN_AT_NIBBLE = np.array([0, 2, 4, 6, 1, 3, 5, 7])
@@ -51,6 +51,10 @@ class AwqFormat:
     def shape(self, module: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
         rows, words = shapes["qweight"]
         return (words * 8, rows) if self.version == "gemm" else (rows, words * 8)
+
+    def layout(self, module: str, tensors: Mapping[str, Array]) -> LinearLayout:
+        _, k = self.shape(module, {"qweight": part(module, tensors, "qweight", ("int32",)).shape})
+        return LinearLayout(WeightFormat("int4", consecutive_groups(k, self.group_size).common_size, "int"))
 
     def decode(self, module: str, tensors: Mapping[str, Array]) -> DecodedLinear:
         qweight = part(module, tensors, "qweight", ("int32",))
@@ -109,7 +113,7 @@ def encode(weight: WeightTensor) -> dict[str, Array]:
         raise UnsupportedModel(f"weight format {format.name} in an AWQ file", "AWQ stores 4-bit codes and zero points")
     if n % 8:
         raise UnsupportedModel(f"a Linear of {n} outputs in an AWQ file", "AWQ packs 8 outputs into a word")
-    assert weight.scales is not None
+    assert weight.scales is not None and weight.order is None
     zeros = weight.zeros if weight.zeros is not None else np.full(weight.scales.shape, 8, np.uint8)
     return {
         "qweight": _pack_gemm(weight.data),
@@ -118,15 +122,15 @@ def encode(weight: WeightTensor) -> dict[str, Array]:
     }
 
 
-def config_of(group_size: int) -> dict[str, object]:
-    """The `quantization_config` of a checkpoint written with `encode`."""
+def config_of(group_size: int, skipped: Sequence[str] = ()) -> dict[str, object]:
+    """The `quantization_config` of a checkpoint written with `encode`; `skipped` modules are not quantized."""
     return {
         "quant_method": "awq",
         "version": "gemm",
         "bits": 4,
         "group_size": group_size,
         "zero_point": True,
-        "modules_to_not_convert": None,
+        "modules_to_not_convert": list(skipped) or None,
     }
 
 

@@ -22,8 +22,8 @@ from ...kernels.errors import CheckpointError, UnsupportedModel
 from ...kernels.formats import WeightFormat
 from ..tensor import Array, WeightTensor
 from .fields import Config, compile_pattern, read_bool, read_int, read_names, read_object, read_text
-from .groups import consecutive_groups, equal_groups, indexed_groups
-from .linear import DecodedLinear, check_shape, part, read_bias, read_scales
+from .groups import Groups, consecutive_groups, equal_groups, indexed_groups
+from .linear import SCALES, DecodedLinear, LinearLayout, check_shape, part, read_bias, read_scales
 from .words import codes_to_int8, int8_to_codes, pack_words, unpack_words
 
 log = logging.getLogger(__name__)
@@ -75,6 +75,13 @@ class CompressedFormat:
         n, words = shapes["weight_packed"]
         return n, words * 32 // self._existing(module).bits
 
+    def layout(self, module: str, tensors: Mapping[str, Array]) -> LinearLayout:
+        scheme = self._existing(module)
+        _, k = self.shape(module, {"weight_packed": part(module, tensors, "weight_packed", ("int32",)).shape})
+        count = part(module, _two_dimensional(tensors, "weight_scale"), "weight_scale", SCALES).shape[1]
+        groups = _groups(module, tensors, scheme, k, count)
+        return LinearLayout(_weight_format(scheme, groups.common_size), groups.order)
+
     def decode(self, module: str, tensors: Mapping[str, Array]) -> DecodedLinear:
         scheme = self._existing(module)
         packed = part(module, tensors, "weight_packed", ("int32",))
@@ -90,14 +97,9 @@ class CompressedFormat:
         if scheme.per_tensor:
             check_shape(module, "weight_scale", scales, (1, 1))
             scales = np.repeat(scales, n, axis=0)
-        groups = consecutive_groups(k, scheme.group_size)
-        if "weight_g_idx" in tensors:
-            g_idx = part(module, tensors, "weight_g_idx", ("int32", "int64"), ndim=1)
-            check_shape(module, "weight_g_idx", g_idx, (k,))
-            if g_idx.astype(np.int64).min(initial=0) >= 0:  # -1 throughout: no order
-                groups = indexed_groups(module, g_idx, scales.shape[1])
+        groups = _groups(module, tensors, scheme, k, scales.shape[1])
         check_shape(module, "weight_scale", scales, (n, len(groups.sizes)))
-        codes = unpack_words(packed, scheme.bits)
+        codes: Array = unpack_words(packed, scheme.bits)
         if groups.order is not None:
             codes = codes[:, groups.order]
         per_group: tuple[Array, ...] = (scales,)
@@ -106,10 +108,10 @@ class CompressedFormat:
         group, (scales_, *zeros) = equal_groups(groups, *per_group)
         bias = read_bias(module, tensors, n)
         if scheme.bits == 8:
-            weight = WeightTensor(WeightFormat("int8", group), codes_to_int8(codes), scales_)
-            return DecodedLinear(weight, bias, groups.order)
-        format = WeightFormat("int4", group, "int" if zeros else "none")
-        return DecodedLinear(WeightTensor(format, codes, scales_, *zeros), bias, groups.order)
+            codes = codes_to_int8(codes)
+        zeros_ = zeros[0] if zeros else None
+        weight = WeightTensor(_weight_format(scheme, group), codes, scales_, zeros_, groups.order)
+        return DecodedLinear(weight, bias)
 
     def _scheme(self, module: str) -> WeightScheme | None:
         return next((item for item in self.schemes if any(t.matches(module) for t in item.targets)), None)
@@ -150,7 +152,7 @@ def encode(weight: WeightTensor) -> dict[str, Array]:
     bits = 8 if format.kind == "int8" else 4
     if k % (32 // bits):
         raise UnsupportedModel(f"a Linear of {k} inputs in a compressed-tensors file", "whole words are packed")
-    assert weight.scales is not None
+    assert weight.scales is not None and weight.order is None
     codes = int8_to_codes(weight.data) if bits == 8 else weight.data
     tensors: dict[str, Array] = {
         "weight_packed": pack_words(codes, bits),
@@ -221,6 +223,21 @@ def _target(name: str) -> Target:
 
 def _says_something(config: Config) -> bool:
     return bool(config.get("config_groups")) or read_text(config, "format", default="dense") != "dense"
+
+
+def _groups(module: str, tensors: Mapping[str, Array], scheme: WeightScheme, k: int, count: int) -> Groups:
+    if "weight_g_idx" in tensors:
+        g_idx = part(module, tensors, "weight_g_idx", ("int32", "int64"), ndim=1)
+        check_shape(module, "weight_g_idx", g_idx, (k,))
+        if g_idx.astype(np.int64).min(initial=0) >= 0:  # -1 throughout: no order
+            return indexed_groups(module, g_idx, count)
+    return consecutive_groups(k, scheme.group_size)
+
+
+def _weight_format(scheme: WeightScheme, group: int) -> WeightFormat:
+    if scheme.bits == 8:
+        return WeightFormat("int8", group)
+    return WeightFormat("int4", group, "none" if scheme.symmetric else "int")
 
 
 def _zeros(module: str, tensors: Mapping[str, Array], scheme: WeightScheme, shape: tuple[int, int]) -> Array:

@@ -14,6 +14,7 @@ from .fields import Config, read_object, read_text
 from .linear import LinearFormat
 
 _PLACES = (("quantize_config.json", "gptq"), ("quant_config.json", "awq"), ("hf_quant_config.json", "modelopt"))
+CONFIG_FILES = tuple(name for name, _ in _PLACES)  # that may say how a checkpoint is quantized, besides config.json
 _DETECTORS: tuple[Callable[[Config], LinearFormat | None], ...] = (awq.detect, gptq.detect, compressed_tensors.detect)
 
 

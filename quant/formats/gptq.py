@@ -20,8 +20,8 @@ from ...kernels.errors import CheckpointError, UnsupportedModel
 from ...kernels.formats import WeightFormat
 from ..tensor import Array, WeightTensor
 from .fields import Config, compile_pattern, read_bool, read_int, read_object, read_text
-from .groups import I32Array, consecutive_groups, equal_groups, indexed_groups
-from .linear import DecodedLinear, check_shape, part, read_bias, read_scales
+from .groups import Groups, I32Array, consecutive_groups, equal_groups, indexed_groups
+from .linear import SCALES, DecodedLinear, LinearLayout, check_shape, part, read_bias, read_scales
 from .words import codes_to_int8, int8_to_codes, pack_words, unpack_words
 
 log = logging.getLogger(__name__)
@@ -73,39 +73,50 @@ class GptqFormat:
         rows, n = shapes["qweight"]
         return n, rows * 32 // bits
 
+    def layout(self, module: str, tensors: Mapping[str, Array]) -> LinearLayout:
+        bits, _ = self._setting(module)
+        _, k = self.shape(module, {"qweight": part(module, tensors, "qweight", ("int32",)).shape})
+        groups = self._groups(module, tensors, k, len(part(module, tensors, "scales", SCALES)))
+        zeros = unpack_words(self._true_zeros(part(module, tensors, "qzeros", ("int32",)), bits), bits)
+        return LinearLayout(_weight_format(bits, groups.common_size, zeros), groups.order)
+
     def decode(self, module: str, tensors: Mapping[str, Array]) -> DecodedLinear:
-        bits, group_size = self._setting(module)
+        bits, _ = self._setting(module)
         qweight = part(module, tensors, "qweight", ("int32",))
         qzeros = part(module, tensors, "qzeros", ("int32",))
         scales = read_scales(module, tensors, "scales")
         n, k = self.shape(module, {"qweight": qweight.shape})
-        count = len(scales)
-        if "g_idx" in tensors:
-            g_idx = part(module, tensors, "g_idx", ("int32", "int64"), ndim=1)
-            check_shape(module, "g_idx", g_idx, (k,))
-            groups = indexed_groups(module, g_idx, count)
-        else:
-            groups = consecutive_groups(k, group_size)
-            count = len(groups.sizes)
+        groups = self._groups(module, tensors, k, len(scales))
+        count = len(groups.sizes)
         check_shape(module, "scales", scales, (count, n))
         check_shape(module, "qzeros", qzeros, (count, n * bits // 32))
         codes = unpack_words(qweight.T, bits)
         if groups.order is not None:
             codes = codes[:, groups.order]
-        zeros = unpack_words(self._true_zeros(module, qzeros, bits), bits).T
+        self._warn_of_zeros(module, qzeros, bits)
+        zeros = unpack_words(self._true_zeros(qzeros, bits), bits).T
         group, (scales_, zeros_) = equal_groups(groups, scales.T, zeros)
-        weight = _weight(module, bits, group, codes, np.ascontiguousarray(scales_), np.ascontiguousarray(zeros_))
-        return DecodedLinear(weight, read_bias(module, tensors, n), groups.order)
+        arrays = codes, np.ascontiguousarray(scales_), np.ascontiguousarray(zeros_)
+        return DecodedLinear(_weight(module, bits, group, *arrays, groups.order), read_bias(module, tensors, n))
 
-    def _true_zeros(self, module: str, qzeros: Array, bits: int) -> Array:
-        if self.version == 2:
-            return qzeros
-        if (unpack_words(qzeros, bits) == (1 << bits) - 1).any():
+    def _groups(self, module: str, tensors: Mapping[str, Array], k: int, count: int) -> Groups:
+        if "g_idx" not in tensors:
+            return consecutive_groups(k, self._setting(module)[1])
+        g_idx = part(module, tensors, "g_idx", ("int32", "int64"), ndim=1)
+        check_shape(module, "g_idx", g_idx, (k,))
+        return indexed_groups(module, g_idx, count)
+
+    def _warn_of_zeros(self, module: str, qzeros: Array, bits: int) -> None:
+        if self.version == 1 and (unpack_words(qzeros, bits) == (1 << bits) - 1).any():
             log.warning(
                 "%s: a stored zero point of %d means 0 in GPTQ v1; files of AutoGPTQ itself are damaged in this case",
                 module,
                 (1 << bits) - 1,
             )
+
+    def _true_zeros(self, qzeros: Array, bits: int) -> Array:
+        if self.version == 2:
+            return qzeros
         words: Array = (qzeros.view(np.uint32) + np.uint32(_ONES[bits])).view(np.int32)
         return words
 
@@ -148,10 +159,10 @@ def detect(config: Config) -> GptqFormat | None:
     )
 
 
-def encode(weight: WeightTensor, version: int, order: I32Array | None = None) -> dict[str, Array]:
+def encode(weight: WeightTensor, version: int) -> dict[str, Array]:
     """`qweight`, `qzeros`, `scales` and `g_idx`; `decode` gives back equal values bit for bit.
 
-    `order` as in `DecodedLinear`. A zero point of 0 in version 1 is written as GPTQModel does it, see above.
+    A zero point of 0 in version 1 is written as GPTQModel does it, see above.
     """
     format = weight.format
     n, k = weight.shape
@@ -165,8 +176,8 @@ def encode(weight: WeightTensor, version: int, order: I32Array | None = None) ->
     codes = int8_to_codes(weight.data) if bits == 8 else weight.data
     zeros = weight.zeros if weight.zeros is not None else np.full(weight.scales.shape, half, np.uint8)
     g_idx = np.arange(k, dtype=np.int32) // np.int32(format.group)
-    if order is not None:
-        inverse = np.argsort(order)
+    if weight.order is not None:
+        inverse = np.argsort(weight.order)
         codes, g_idx = codes[:, inverse], g_idx[inverse]
     words = pack_words(np.ascontiguousarray(zeros.T), bits)
     if version == 1:
@@ -192,14 +203,21 @@ def config_of(version: int, group_size: int, bits: int = 4, symmetric: bool = Tr
     }
 
 
-def _weight(module: str, bits: int, group: int, codes: Array, scales: Array, zeros: Array) -> WeightTensor:
+def _weight(
+    module: str, bits: int, group: int, codes: Array, scales: Array, zeros: Array, order: I32Array | None
+) -> WeightTensor:
+    format = _weight_format(bits, group, zeros)
     if bits == 4:
-        if (zeros == 8).all():
-            return WeightTensor(WeightFormat("int4", group), codes, scales)
-        return WeightTensor(WeightFormat("int4", group, "int"), codes, scales, zeros)
+        return WeightTensor(format, codes, scales, zeros if format.zero == "int" else None, order)
     if (zeros != 128).any():
         raise UnsupportedModel(f"`{module}` is asymmetric GPTQ with 8 bits", "supported: symmetric, or 4 bits")
-    return WeightTensor(WeightFormat("int8", group), codes_to_int8(codes), scales)
+    return WeightTensor(format, codes_to_int8(codes), scales, order=order)
+
+
+def _weight_format(bits: int, group: int, zeros: Array) -> WeightFormat:
+    if bits == 8:
+        return WeightFormat("int8", group)
+    return WeightFormat("int4", group, "none" if (zeros == 8).all() else "int")
 
 
 def _checked(bits: int, group_size: int) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Groups of inputs that share a scale, made equal and consecutive without changing a value.
 
-Kernels want one group size per weight and the inputs of a group side by side. Checkpoints also have a short last group
-(576 inputs in groups of 128), one scale for everything, or inputs assigned to groups in any order. A scale that is
-repeated for parts of its group, and a permutation of inputs, express all of these exactly.
+Kernels want one group size per weight, of a few kinds, and the inputs of a group side by side. Checkpoints also have a
+short last group (576 inputs in groups of 128), large groups, one scale for everything, or inputs assigned to groups in
+any order. A scale that is repeated for parts of its group, and a permutation of inputs, express all of these exactly.
 """
 
 from __future__ import annotations
@@ -17,12 +17,25 @@ from ..tensor import Array
 
 I32Array = npt.NDArray[np.int32]
 
+_KERNEL_SIZES = (128, 64, 32)
+
 
 class Groups(NamedTuple):
-    """Inputs in stored order: `sizes[i]` of them belong to group i; `order` as in `DecodedLinear`."""
+    """Inputs in stored order: `sizes[i]` of them belong to group i; `order` as in `WeightTensor`."""
 
     sizes: npt.NDArray[np.int64]
     order: I32Array | None = None
+
+    @property
+    def common_size(self) -> int:
+        """The largest size that divides every group and that kernels read, or the whole weight if it is one group.
+
+        Where there is none of these, the greatest common divisor.
+        """
+        divisor = int(np.gcd.reduce(self.sizes))
+        if divisor == int(self.sizes.sum()):
+            return divisor
+        return next((size for size in _KERNEL_SIZES if divisor % size == 0), divisor)
 
 
 def consecutive_groups(k: int, group_size: int) -> Groups:
@@ -47,8 +60,8 @@ def indexed_groups(module: str, g_idx: Array, count: int) -> Groups:
 
 
 def equal_groups(groups: Groups, *per_group: Array) -> tuple[int, tuple[Array, ...]]:
-    """The largest size that divides every group, and the arrays [n, groups] with a column for each such part."""
-    group = int(np.gcd.reduce(groups.sizes))
+    """The groups' common size, and the arrays [n, groups] with a column for each part of that size."""
+    group = groups.common_size
     repeats = groups.sizes // group
     if (repeats == 1).all():
         return group, per_group

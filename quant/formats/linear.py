@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ from .stored import shape_text
 F16Array = npt.NDArray[np.float16]
 I32Array = npt.NDArray[np.int32]
 
+SCALES = ("float16", "float32", "uint16")  # what scales are stored in
+
 _FLOATS: dict[np.dtype[np.generic], WeightFormat] = {
     np.dtype(np.float32): F32,
     np.dtype(np.float16): F16,
@@ -33,25 +35,17 @@ _FLOATS: dict[np.dtype[np.generic], WeightFormat] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedLinear:
-    """One Linear: y = x[:, order] @ weight.T + bias.
-
-    bias    [n], None also where the file stores only zeros (AutoGPTQ does so for layers that have no bias)
-    order   int32 [k]: column j of `weight` multiplies input order[j], so that the inputs of a group are consecutive
-            although the checkpoint scattered them (GPTQ with desc_act); None if they are consecutive as they are
-    """
+    """One Linear. `bias` [n] is None also where the file stores only zeros, as AutoGPTQ does for layers without one."""
 
     weight: WeightTensor
     bias: WeightTensor | None = None
-    order: I32Array | None = None
 
-    def dequantize(self) -> npt.NDArray[np.float32]:
-        """The weight as float32 [n, k] with its inputs in the model's own order."""
-        values = self.weight.dequantize()
-        if self.order is None:
-            return values
-        plain = np.empty_like(values)
-        plain[:, self.order] = values
-        return plain
+
+class LinearLayout(NamedTuple):
+    """What a WeightTensor is besides its values."""
+
+    format: WeightFormat
+    order: I32Array | None = None
 
 
 class LinearFormat(Protocol):
@@ -73,6 +67,10 @@ class LinearFormat(Protocol):
 
     def shape(self, module: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
         """(n, k) from the shapes of the module's tensors, before anything is read."""
+        ...
+
+    def layout(self, module: str, tensors: Mapping[str, Array]) -> LinearLayout:
+        """Of the weight that `decode` will give, from shapes, zero points and group indices alone."""
         ...
 
     def decode(self, module: str, tensors: Mapping[str, Array]) -> DecodedLinear:
@@ -107,7 +105,7 @@ def read_scales(module: str, tensors: Mapping[str, Array], name: str) -> F16Arra
 
     A scale below float16's normal range is rounded to the nearest one: it moves no weight by more than 15 * 2**-25.
     """
-    stored = part(module, tensors, name, ("float16", "float32", "uint16"))
+    stored = part(module, tensors, name, SCALES)
     if stored.dtype == np.float16:
         scales: F16Array = stored.astype(np.float16, copy=False)
     else:

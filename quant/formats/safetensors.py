@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ...kernels.errors import CheckpointError, UnsupportedModel
 from ...kernels.formats import BF16, F16, F32, WeightFormat
-from ..tensor import WeightTensor
+from ..tensor import Array, WeightTensor
 from .stored import FLOAT_VIEWS, StoredTensor, map_file, shape_text
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -27,6 +27,14 @@ SINGLE_NAME = "model.safetensors"
 MAX_HEADER = 100_000_000
 
 _FORMATS: dict[str, WeightFormat] = {"F32": F32, "F16": F16, "BF16": BF16}
+_VIEWS: dict[str, type[np.generic]] = {
+    **{name: FLOAT_VIEWS[format.kind] for name, format in _FORMATS.items()},
+    "I8": np.int8,
+    "U8": np.uint8,
+    "I16": np.int16,
+    "I32": np.int32,
+    "I64": np.int64,
+}
 _BITS = {
     name: bits
     for bits, names in {
@@ -63,8 +71,19 @@ class SafetensorsFiles:
         self.check_readable(name)
         tensor = self.tensors[name]
         assert tensor.format is not None
+        return WeightTensor(tensor.format, self._view(tensor, FLOAT_VIEWS[tensor.format.kind]))
+
+    def view(self, name: str) -> Array:
+        """The tensor's elements as stored, bfloat16 as its bits; UnsupportedModel for a type that numpy lacks."""
+        tensor = self.tensors[name]
+        if tensor.dtype not in _VIEWS:
+            raise UnsupportedModel(f"tensor `{name}` of `{tensor.path}` is stored as {tensor.dtype}")
+        return self._view(tensor, _VIEWS[tensor.dtype])
+
+    def _view(self, tensor: StoredTensor, dtype: type[np.generic]) -> Array:
         raw = self.files[tensor.path][tensor.offset : tensor.offset + tensor.nbytes]
-        return WeightTensor(tensor.format, raw.view(FLOAT_VIEWS[tensor.format.kind]).reshape(tensor.shape))
+        view: Array = raw.view(dtype).reshape(tensor.shape)
+        return view
 
 
 def open_files(folder: Path) -> SafetensorsFiles:

@@ -7,7 +7,7 @@ tensor is a view of the mapping, so opening a model of any size costs its header
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ class StoredTensor:
 
     dtype   the container's own name of the storage type
     format  None if that type is known but cannot be read as a weight
+    order   of the weight's columns, as in `WeightTensor`
     """
 
     name: str
@@ -35,6 +36,7 @@ class StoredTensor:
     path: Path
     offset: int
     nbytes: int
+    order: npt.NDArray[np.int32] | None = field(default=None, compare=False)
 
 
 def map_file(path: Path) -> npt.NDArray[np.uint8]:

@@ -37,6 +37,19 @@ def test_progress_without_a_terminal_is_one_line_per_kind_of_work(console):
     assert console.stderr.getvalue() == "downloading\npacking\n"
 
 
+def test_a_log_says_now_and_then_how_much_is_left(console, monkeypatch):
+    clock = iter([0.0, 10.0, 20.0, 21.0, 40.0])
+    monkeypatch.setattr("llmctl.cli.console.time.monotonic", lambda: next(clock))
+    with console.progress() as progress:
+        for done in (0, 1, 2, 3, 4):
+            progress("quantizing", done, 100)
+    assert console.stderr.getvalue().splitlines() == [
+        "quantizing",
+        "quantizing: 2%, about 16 min left",
+        "quantizing: 4%, about 16 min left",
+    ]
+
+
 def test_progress_on_a_terminal_draws_on_stderr_only(make_console):
     console = make_console(tty=("stderr",))
     with console.progress() as progress:

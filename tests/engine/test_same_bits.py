@@ -23,6 +23,7 @@ from llmctl.engine.request import Request, SamplingParams
 from llmctl.engine.runner.runner import Runner, replay
 from llmctl.engine.schedule.step import Admit, Chunk, SlotSampling, Step, TableDelta
 
+from .quantized import write_quantized
 from .tiny import write_checkpoint
 
 Result = tuple[tuple[tuple[int, ...], tuple[tuple[object, ...], ...]], ...]
@@ -129,6 +130,16 @@ def test_sliding_windows_give_the_same_bits_together_and_preempted(family: str, 
     calm = run(folder, "auto", Way("calm", CALM, alone=True), requests)
     for way in (way for way in WAYS if way.name in ("together", "chunks of 7", "blocks of 64", "preempted")):
         assert run(folder, "auto", way, requests) == calm, way.name
+
+
+@pytest.mark.parametrize("kind", ["awq", "gptq-v2-desc-act"])
+def test_codes_with_zero_points_and_scattered_groups_give_the_same_bits(kind: str, tmp_path: Path) -> None:
+    write_quantized(write_checkpoint(tmp_path, "qwen3"), kind)
+    requests = mixed_requests(24, 304, 120)
+    calm = run(str(tmp_path), "auto", Way("calm", CALM, alone=True), requests)
+    names = ("together", "chunks of 7", "two threads", "blocks of 64", "cache warm", "preempted")
+    for way in (way for way in WAYS if way.name in names):
+        assert run(str(tmp_path), "auto", way, requests) == calm, way.name
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -108,11 +109,22 @@ def random_rows(rng: np.random.Generator, width: int, scale: float = 1.0) -> np.
 def act_outputs(act: Act, rows: int) -> dict[str, np.ndarray]:
     """What consumers of `rows` rows will read."""
     found = {"values": act.values[:rows]}
-    for form in act.forms:
-        found[f"{form.kind}.{form.group}.codes"] = form.codes[:rows]
-        found[f"{form.kind}.{form.group}.scales"] = form.scales[:rows]
-        found[f"{form.kind}.{form.group}.sums"] = form.sums[:rows]
+    for i, form in enumerate(act.forms):
+        found[f"{i}.order"] = np.arange(act.k) if form.order is None else form.order
+        found[f"{i}.{form.kind}.{form.group}.codes"] = form.codes[:rows]
+        found[f"{i}.{form.kind}.{form.group}.scales"] = form.scales[:rows]
+        found[f"{i}.{form.kind}.{form.group}.sums"] = form.sums[:rows]
     return found
+
+
+def act_with_all_forms(k: int) -> Act:
+    """Activations of width k in every form that divides k, and in one whose values are shuffled."""
+    formats = [f for f in ALL_FORMS if f.is_float or k % f.group == 0]
+    orders = [None] * len(formats)
+    if k % 32 == 0:
+        formats.append(parse_weight_format("int4g32"))
+        orders.append(np.random.default_rng(k).permutation(k).astype(np.int32))
+    return make_act(k, MAX_ROWS, THREADS, formats, orders)
 
 
 def embed_case(format: WeightFormat, rows: int, vocab: int, hidden: int, scale: float = 1.0) -> Case:
@@ -131,13 +143,11 @@ def embed_case(format: WeightFormat, rows: int, vocab: int, hidden: int, scale: 
 
 
 def norm_case(rows: int, k: int, logit_rows_only: bool) -> Case:
-    forms = tuple(f for f in ALL_FORMS if f.is_float or k % f.group == 0)
-
     def make() -> NormArgs:
         rng = np.random.default_rng(rows + k)
         batch, _ = random_batch(rng, rows)
         weight = rng.uniform(0.5, 1.5, k).astype(np.float32)
-        act = make_act(k, MAX_ROWS, THREADS, forms)
+        act = act_with_all_forms(k)
         x = random_rows(rng, k, 3.0)
         x[0, : min(32, k)] = 0  # a whole group of zeros
         return NormArgs(batch, x, weight, 1e-5, act, logit_rows_only)
@@ -162,24 +172,33 @@ def norm_add_case(rows: int, width: int) -> Case:
 
 
 def linear_case(
-    format: WeightFormat, rows: int, n: int, k: int, *, bias: bool = False, add: bool = False, logits: bool = False
+    format: WeightFormat,
+    rows: int,
+    n: int,
+    k: int,
+    *,
+    bias: bool = False,
+    add: bool = False,
+    logits: bool = False,
+    ordered: bool = False,
 ) -> Case:
     def make() -> LinearArgs:
         rng = np.random.default_rng(rows * 7 + n)
         batch, _ = random_batch(rng, rows)
-        act = make_act(k, MAX_ROWS, THREADS, (format,))
+        orders = [None, rng.permutation(k).astype(np.int32)] if ordered else [None]
+        act = make_act(k, MAX_ROWS, THREADS, [format] * len(orders), orders)
         used = int(batch.counts[2 if logits else 0])
         write_act(act, torch.from_numpy(rng.standard_normal((used, k)).astype(np.float32)))
         padded = np.zeros(-(-n // 16) * 16, np.float32)
         padded[:n] = rng.standard_normal(n)
-        weight = random_weight(format, n, k, rng)
+        weight = dataclasses.replace(random_weight(format, n, k, rng), order=orders[-1])
         return LinearArgs(batch, act, weight, padded if bias else None, random_rows(rng, n), add, logits)
 
     def outputs(args: LinearArgs) -> dict[str, np.ndarray]:
         used = int(args.batch.counts[2 if logits else 0])
         return {"out": args.out[:used, :n], "rest": args.out[used:, :n]}
 
-    name = f"{format.name}-m{rows}-{n}x{k}{'-bias' * bias}{'-add' * add}{'-logits' * logits}"
+    name = f"{format.name}-m{rows}-{n}x{k}{'-bias' * bias}{'-add' * add}{'-logits' * logits}{'-ordered' * ordered}"
     return Case("linear", name, format.kind, make, outputs)
 
 
@@ -231,13 +250,11 @@ def rope_store_case(
 def attend_case(
     rows: int, heads: int, kv_heads: int, head_dim: int, block_size: int, kind: str, *, window: int = 0, far: int = 50
 ) -> Case:
-    forms = tuple(f for f in ALL_FORMS if f.is_float or heads * head_dim % f.group == 0)
-
     def make() -> AttendArgs:
         rng = np.random.default_rng(rows + heads + far)
         batch, blocks = random_batch(rng, rows, block_size=block_size, far=far)
         kv = random_kv(rng, KVFormat(kind), blocks, block_size, kv_heads, head_dim)
-        act = make_act(heads * head_dim, MAX_ROWS, THREADS, forms)
+        act = act_with_all_forms(heads * head_dim)
         q = random_rows(rng, heads * head_dim, 2 * head_dim**-0.5)
         return AttendArgs(batch, q, heads, kv, window, far + MAX_ROWS, act)
 
@@ -249,14 +266,12 @@ def attend_case(
 
 
 def act_mul_case(rows: int, k: int, activation: str) -> Case:
-    forms = tuple(f for f in ALL_FORMS if f.is_float or k % f.group == 0)
-
     def make() -> ActMulArgs:
         rng = np.random.default_rng(rows + k)
         gate, up = random_rows(rng, k, 4.0), random_rows(rng, k)
         gate[0, :4] = 0, -100, 100, -0.0
         batch, _ = random_batch(rng, rows)
-        return ActMulArgs(batch, gate, up, activation, make_act(k, MAX_ROWS, THREADS, forms))
+        return ActMulArgs(batch, gate, up, activation, act_with_all_forms(k))
 
     def outputs(args: ActMulArgs) -> dict[str, np.ndarray]:
         return act_outputs(args.act, rows)
@@ -294,6 +309,8 @@ def all_cases() -> Iterator[Case]:
         yield linear_case(format, 7, 64, k, add=True)
         yield linear_case(format, 33, 33, k, bias=True, add=True, logits=True)
         yield linear_case(format, 1, 16, k, logits=True)
+        if not format.is_float and format.group <= 128:
+            yield linear_case(format, 3, 40, k, ordered=True)
     for k in (1, 7, 9, 33):
         yield linear_case(floats[0], 5, 20, k)
         yield norm_case(5, k, False)

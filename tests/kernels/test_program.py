@@ -460,6 +460,10 @@ def test_what_contradicts_itself_is_a_value_error() -> None:
         cpu.build_linear(LinearArgs(batch, act, short, None, out, False, False))
     with pytest.raises(ValueError, match="no i8 form of group 32"):
         cpu.build_linear(LinearArgs(batch, make_act(64, 4, 1, []), weight, None, out, False, False))
+    order = np.zeros(64, np.int32)
+    shuffled = PackedWeight(format, 16, 64, weight.data, order)
+    with pytest.raises(ValueError, match="no permutation of 64 inputs"):
+        cpu.build_linear(LinearArgs(batch, make_act(64, 4, 1, [format], [order]), shuffled, None, out, False, False))
     with pytest.raises(ValueError, match="output rows are 8 wide, 16 needed"):
         cpu.build_linear(LinearArgs(batch, act, weight, None, np.zeros((4, 8), np.float32), False, False))
     with pytest.raises(ValueError, match="another batch"):

@@ -126,6 +126,18 @@ def test_one_block_is_alive_at_a_time_and_progress_is_told() -> None:
     assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
 
 
+def test_an_ignored_linear_keeps_its_function_and_is_not_rounded() -> None:
+    ignored = [(0, "down"), (1, "gate"), (1, "up"), (1, "down"), (2, "gate")]
+    blocks = walk(Scheme("awq", group_size=32), ignored=ignored)
+    assert [set(block.linears) for block in blocks] == [{"gate", "up"}, set(), {"up", "down"}]
+    assert "gate.weight" in blocks[2].rest and len(blocks[2].reports) == 2
+    untouched = TinyBlock(1)
+    assert all(torch.equal(tensor, untouched.get_parameter(name)) for name, tensor in blocks[1].rest.items())
+    exact, ours = TinyBlock(2), rebuilt(2, blocks[2])
+    x = next(embedded().batches())
+    assert (ours.gate(ours.norm(x)) - exact.gate(exact.norm(x))).abs().max() < 2e-3
+
+
 def test_rounding_needs_no_calibration_text() -> None:
     blocks = walk(Scheme("rtn", group_size=-1, symmetric=True), activations=None)
     assert blocks[0].linears["gate"].format.name == f"int4g{WIDTH}" and blocks[0].linears["down"].format.group == FFN

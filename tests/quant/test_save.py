@@ -20,7 +20,7 @@ from llmctl.quant.formats import safetensors
 from llmctl.quant.formats.detect import detect_format
 from llmctl.quant.formats.safetensors_write import PlannedTensor, SafetensorsWriter
 from llmctl.quant.save import AwqWriter, plan_awq, text_files, write_card
-from llmctl.quant.scheme import Scheme
+from llmctl.quant.scheme import Scheme, quantized_linears
 from llmctl.quant.solve import rtn
 from llmctl.quant.staging import staged_folder
 
@@ -41,7 +41,7 @@ def write_model(folder: Path, shard_bytes: int = 1 << 30) -> dict[str, torch.Ten
     layer = {n.removeprefix("model.layers.0."): t for n, t in tensors.items() if "layers" in n}
     linears = {n.removesuffix(".weight"): rtn.quantize(t, FORMAT) for n, t in layer.items() if t.ndim == 2}
     block = QuantizedBlock(linears, {n: t for n, t in layer.items() if t.ndim == 1}, ())
-    writer = AwqWriter(folder, SHAPES, FORMAT, shard_bytes)
+    writer = AwqWriter(folder, SHAPES, quantized_linears(SHAPES), FORMAT, shard_bytes)
     writer.add("model.norm.weight", tensors["model.norm.weight"])
     writer.add_block("model.layers.0.", block)
     writer.add("model.embed_tokens.weight", tensors["model.embed_tokens.weight"])
@@ -74,10 +74,11 @@ def test_a_written_model_reads_back_as_quantized(tmp_path: Path) -> None:
 
 def test_shards_are_indexed_and_read_by_our_own_reader(tmp_path: Path) -> None:
     write_model(tmp_path, shard_bytes=6000)
+    plan = plan_awq(SHAPES, quantized_linears(SHAPES), FORMAT)
     files = safetensors.open_files(tmp_path)
-    assert len(files.files) > 1 and set(files.tensors) == {tensor.name for tensor in plan_awq(SHAPES, FORMAT)}
+    assert len(files.files) > 1 and set(files.tensors) == {tensor.name for tensor in plan}
     index = json.loads((tmp_path / safetensors.INDEX_NAME).read_text())
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in plan_awq(SHAPES, FORMAT))
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in plan)
 
 
 def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -129,6 +130,19 @@ def test_existing_output_is_refused_and_an_empty_folder_is_used(tmp_path: Path) 
     assert (tmp_path / "empty" / "file").exists()
 
 
+def test_an_output_that_is_replaced_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").touch()
+    with pytest.raises(RuntimeError), staged_folder(out, replace=True):
+        raise RuntimeError
+    assert [path.name for path in out.iterdir()] == ["old"]
+    with staged_folder(out, replace=True) as staging:
+        assert (out / "old").exists()
+        (staging / "new").touch()
+    assert [path.name for path in out.iterdir()] == ["new"] and list(tmp_path.iterdir()) == [out]
+
+
 def test_two_writers_of_one_output_do_not_meet(tmp_path: Path) -> None:
     with staged_folder(tmp_path / "out") as staging:
         with pytest.raises(UsageError, match="another process"), staged_folder(tmp_path / "out"):
@@ -145,11 +159,11 @@ def test_a_tensor_that_was_never_written_is_noticed(tmp_path: Path) -> None:
 
 
 def test_values_beyond_float16_and_odd_outputs_are_refused(tmp_path: Path) -> None:
-    writer = AwqWriter(tmp_path, SHAPES, FORMAT)
+    writer = AwqWriter(tmp_path, SHAPES, quantized_linears(SHAPES), FORMAT)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
         writer.add("model.norm.weight", torch.full((64,), 1e6))
     with pytest.raises(UnsupportedModel, match="99 outputs"):
-        plan_awq({"model.layers.0.mlp.up_proj.weight": (99, 64)}, FORMAT)
+        plan_awq({"model.layers.0.mlp.up_proj.weight": (99, 64)}, ["model.layers.0.mlp.up_proj"], FORMAT)
 
 
 def test_text_files_are_copied_by_name(tmp_path: Path) -> None:

@@ -56,6 +56,17 @@ def test_every_decoder_linear_is_quantized_and_nothing_else() -> None:
         quantized_linears({"lm_head.weight": (304, 64)})
 
 
+def test_modules_to_ignore_are_named_by_a_part_or_a_pattern() -> None:
+    names = [f"model.layers.{i}.mlp.{part}_proj" for i in (0, 1, 11) for part in ("up", "down")]
+    shapes = {"lm_head.weight": (304, 64), **{f"{name}.weight": (64, 64) for name in names}}
+    assert set(Scheme().linears(shapes)) == set(names)
+    assert set(Scheme(ignore=("layers.1.", "down")).linears(shapes)) == {names[0], names[4]}
+    assert set(Scheme(ignore=(r"re:layers\.1\d", "lm_head")).linears(shapes)) == set(names[:4])
+    for wrong in (("layers.2.",), ("proj",), ("re:(",)):
+        with pytest.raises(UsageError, match="--ignore"):
+            Scheme(ignore=wrong).linears(shapes)
+
+
 def test_a_scheme_names_one_format() -> None:
     assert Scheme(group_size=128).format([576]) == WeightFormat("int4", 64, "int")
     per_output = Scheme("rtn", group_size=-1, symmetric=True).format([96])

@@ -15,6 +15,7 @@ from llmctl.engine.models.arch import DecoderSpec, RopeSpec
 from llmctl.engine.models.families import expected_shapes
 from llmctl.kernels.cpu.pack import packed_bytes
 from llmctl.kernels.formats import F16, F32, WeightFormat
+from tests.engine.quantized import write_quantized
 from tests.engine.tiny import write_checkpoint
 
 SPEC = DecoderSpec(
@@ -98,6 +99,12 @@ def test_plan_of_a_folder_counts_its_weights(console, checkpoint):
     assert report["weight_formats"] == {"f16": 15}
     assert report["max_model_len"] == 4096
     assert report["num_blocks"] == 3 * 4096 // 32
+
+
+def test_plan_of_a_quantized_folder_counts_what_its_codes_take(console, tmp_path):
+    write_quantized(write_checkpoint(tmp_path, "llama"), "gptq-sym")
+    assert app.run(["plan", str(tmp_path), "--json"], console) == ExitCode.OK
+    assert json.loads(console.stdout.getvalue())["weight_formats"] == {"f16": 2, "int4g32": 14}
 
 
 def test_plan_of_a_decoder_that_only_transformers_has(console, tmp_path):

@@ -136,12 +136,6 @@ def test_integer_weights_are_refused_by_name(model_folder):
         opened(model_folder)
 
 
-def test_quantized_folders_are_refused_with_their_method(model_folder):
-    change_config(model_folder, quantization_config={"quant_method": "awq"})
-    with pytest.raises(UnsupportedModel, match="quantized with `awq`"):
-        opened(model_folder)
-
-
 def test_a_folder_without_tokenizer_is_refused(model_folder):
     (model_folder / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match="has no tokenizer") as caught:

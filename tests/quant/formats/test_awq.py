@@ -23,9 +23,11 @@ def random_weight(n: int, k: int, group: int, zero: str = "int", seed: int = 0) 
 )
 def test_linears_packed_by_autoawq_have_its_values(kind: str, version: str, group: int) -> None:
     tensors, values = golden("autoawq", kind)
-    linear = awq.AwqFormat(version, group).decode("m", tensors)
+    format = awq.AwqFormat(version, group)
+    linear = format.decode("m", tensors)
+    assert format.layout("m", tensors).format == linear.weight.format
     assert linear.weight.format == WeightFormat("int4", 64 if group == 64 else 128, "int")
-    np.testing.assert_array_equal(linear.dequantize().astype(np.float16), values)
+    np.testing.assert_array_equal(linear.weight.dequantize().astype(np.float16), values)
     assert linear.bias is not None
     np.testing.assert_array_equal(linear.bias.data, tensors["bias"])
 

@@ -29,9 +29,10 @@ def detected(format: WeightFormat) -> CompressedFormat:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_linears_packed_by_compressed_tensors_have_its_values(kind: str) -> None:
     tensors, values = golden("compressed", kind)
-    linear = detected(FORMATS[kind]).decode("m", tensors)
-    assert linear.weight.format == FORMATS[kind]
-    np.testing.assert_array_equal(linear.dequantize(), values)
+    format = detected(FORMATS[kind])
+    linear = format.decode("m", tensors)
+    assert linear.weight.format == format.layout("m", tensors).format == FORMATS[kind]
+    np.testing.assert_array_equal(linear.weight.dequantize(), values)
 
 
 def test_one_scale_per_output_is_one_group() -> None:
@@ -40,7 +41,7 @@ def test_one_scale_per_output_is_one_group() -> None:
     config["config_groups"]["group_0"]["weights"].update(strategy="channel", group_size=None)
     linear = detect(config).decode("m", tensors)
     assert linear.weight.format == WeightFormat("int4", 128)
-    np.testing.assert_array_equal(linear.dequantize(), values)
+    np.testing.assert_array_equal(linear.weight.dequantize(), values)
 
 
 def test_encoding_what_compressed_tensors_packed_gives_its_bytes() -> None:
@@ -74,9 +75,10 @@ def test_inputs_scattered_over_groups_are_gathered() -> None:
     order = np.random.default_rng(2).permutation(64)
     tensors = encode(WeightTensor(weight.format, weight.data[:, np.argsort(order)], weight.scales, weight.zeros))
     tensors["weight_g_idx"] = (np.argsort(order) // 32).astype(np.int32)
-    linear = detected(weight.format).decode("m", tensors)
-    assert linear.order is not None
-    np.testing.assert_array_equal(linear.dequantize(), weight.dequantize()[:, np.argsort(order)])
+    format = detected(weight.format)
+    linear = format.decode("m", tensors)
+    assert linear.weight.order is not None and format.layout("m", tensors).format == linear.weight.format
+    np.testing.assert_array_equal(linear.weight.dequantize(), weight.dequantize()[:, np.argsort(order)])
 
 
 def test_scales_that_float16_cannot_hold_are_refused() -> None:

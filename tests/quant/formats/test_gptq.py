@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -18,12 +20,13 @@ PLAIN = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
 def test_linears_packed_by_autogptq_have_its_values(kind: str) -> None:
     tensors, values = golden("autogptq", kind)
     bits = 8 if kind == "sym8" else 4
-    linear = gptq.GptqFormat(1, bits, 32).decode("m", tensors)
+    format = gptq.GptqFormat(1, bits, 32)
+    linear = format.decode("m", tensors)
     expected = {"asym": "int4g32int", "sym8": "int8g32"}.get(kind, "int4g32")
-    assert linear.weight.format.name == expected
-    assert (linear.order is not None) == (kind == "desc_act")
+    assert linear.weight.format.name == expected and format.layout("m", tensors).format == linear.weight.format
+    assert (linear.weight.order is not None) == (kind == "desc_act")
     assert linear.bias is None and "bias" in tensors  # a zero bias for a layer without one
-    np.testing.assert_array_equal(linear.dequantize().astype(np.float16), values)
+    np.testing.assert_array_equal(linear.weight.dequantize().astype(np.float16), values)
 
 
 @pytest.mark.parametrize("kind", ["v2_desc_act", "v1_asym", "v1_sym8"])
@@ -33,8 +36,9 @@ def test_linears_of_gptqmodel_have_its_values_under_its_config(kind: str, module
     format = gptq.detect(golden_config("gptqmodel", kind))
     assert format is not None and format.covers(f"model.layers.0.{module}") and not format.covers("lm_head")
     linear = format.decode("m", tensors)
-    assert (linear.order is not None) == (kind == "v2_desc_act")
-    np.testing.assert_array_equal(linear.dequantize().astype(np.float16), values)
+    assert format.layout("m", tensors).format == linear.weight.format
+    assert (linear.weight.order is not None) == (kind == "v2_desc_act")
+    np.testing.assert_array_equal(linear.weight.dequantize().astype(np.float16), values)
 
 
 @pytest.mark.parametrize("kind", ["sym", "asym", "sym8"])
@@ -51,16 +55,23 @@ def test_encode_then_decode_keeps_every_value_also_zero_point_0(version: int, or
     weight = random_weight(24, 96, 32)
     weight.zeros[3:9] = 0
     order = np.random.default_rng(1).permutation(96).astype(np.int32) if ordered else None
+    weight = dataclasses.replace(weight, order=order)
     format = gptq.detect(gptq.config_of(version, 32, symmetric=False))
     assert format is not None and format.version == version
-    again = format.decode("m", gptq.encode(weight, version, order))
+    again = format.decode("m", gptq.encode(weight, version)).weight
     if order is None:
-        np.testing.assert_array_equal(again.weight.data, weight.data)
+        np.testing.assert_array_equal(again.data, weight.data)
     else:
         assert again.order is not None
         assert all(set(order[i : i + 32]) == set(again.order[i : i + 32]) for i in range(0, 96, 32))
-    plain = weight.dequantize() if order is None else weight.dequantize()[:, np.argsort(order)]
-    np.testing.assert_array_equal(again.dequantize(), plain)
+    np.testing.assert_array_equal(again.dequantize(), weight.dequantize())
+
+
+def test_large_groups_are_read_as_smaller_ones_that_kernels_have() -> None:
+    weight = random_weight(16, 1024, 512)
+    again = gptq.GptqFormat(2, 4, 512).decode("m", gptq.encode(weight, 2)).weight
+    assert again.format.group == 128 and again.scales is not None and again.scales.shape == (16, 8)
+    np.testing.assert_array_equal(again.dequantize(), weight.dequantize())
 
 
 def test_missing_g_idx_means_consecutive_groups() -> None:

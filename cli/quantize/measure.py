@@ -1,0 +1,90 @@
+"""What a quantized checkpoint is worth: read back from disk and run by the engine, beside the original.
+
+Quality is that of the product: the quantized model runs as it always will, with the kernels and the KV cache that it
+gets by default; the original runs in float32. Speed compares both as they run by default.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ...engine.config import EngineConfig
+from ...engine.engine import Engine
+from ...engine.launch import assemble, new_epoch
+from ...engine.load.packed import PackedModel
+from ...engine.load.progress import Progress
+from ...engine.request import Request, SamplingParams
+from ...engine.score import Scorer
+from ...kernels.ops import I32Array
+from ...quant.quality import Comparison, compare
+
+_PROMPT, _DECODED, _ROUNDS = 16, 32, 3
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSpeed:
+    """Tokens per second of one sequence, the median of rounds taken by turns."""
+
+    before: float
+    after: float
+
+
+def measure_quality(
+    original: PackedModel, quantized: PackedModel, windows: Sequence[I32Array], threads: int, progress: Progress
+) -> Comparison:
+    """Both models on the same windows of text; `original` has its weights in float formats."""
+    longest = max(len(window) for window in windows)
+    reference = Scorer(original, longest, EngineConfig(threads=threads, kv_cache_dtype="float32"))
+    product = Scorer(quantized, longest, EngineConfig(threads=threads))
+
+    def told() -> Iterator[list[int]]:
+        for number, window in enumerate(windows):
+            progress("measuring quality", number, len(windows))
+            yield window.tolist()
+        progress("measuring quality", len(windows), len(windows))
+
+    return compare(reference.logits, product.logits, told())
+
+
+def measure_speed(before: PackedModel, after: PackedModel, prompt: I32Array, threads: int) -> DecodeSpeed:
+    """How fast each decodes, run by turns so that a busy machine slows both."""
+    engines = [_engine(model, threads) for model in (before, after)]
+    rates: list[list[float]] = [[], []]
+    try:
+        for number in range(_ROUNDS):
+            for engine, found in zip(engines, rates, strict=True):
+                found.append(_decode_rate(engine, number, tuple(prompt[:_PROMPT].tolist())))
+    finally:
+        for engine in engines:
+            engine.close()
+    return DecodeSpeed(*(statistics.median(found) for found in rates))
+
+
+def _engine(model: PackedModel, threads: int) -> Engine:
+    length = min(_PROMPT + _DECODED + 1, model.spec.context_length)
+    config = EngineConfig(
+        max_model_len=length,
+        max_num_seqs=1,
+        max_num_batched_tokens=_PROMPT,
+        threads=threads,
+        enable_prefix_caching=False,
+    )
+    return assemble(config, model, epoch=new_epoch())[0]
+
+
+def _decode_rate(engine: Engine, number: int, prompt: tuple[int, ...]) -> float:
+    """Tokens per second behind the first one, which belongs to the prompt."""
+    request = Request(
+        id=str(number), prompt=prompt, sampling=SamplingParams(temperature=0, ignore_eos=True), seed=0, stop_ids=(),
+        max_tokens=_DECODED + 1,
+    )  # fmt: skip
+    engine.add(request)
+    while not any(output.tokens for output in engine.step()):
+        pass
+    started, tokens = time.perf_counter(), 0
+    while engine.has_work:
+        tokens += sum(len(output.tokens) for output in engine.step())
+    return tokens / (time.perf_counter() - started)

@@ -1,0 +1,175 @@
+"""What a run will make and need, worked out from headers before anything is computed.
+
+Memory is estimated generously: a run that is refused costs a minute, one that is killed after an hour costs the hour.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...engine.budget import format_bytes
+from ...engine.load.checkpoint import Checkpoint
+from ...kernels.errors import CapacityError, UsageError
+from ...kernels.formats import WeightFormat
+from ...quant.formats.safetensors_write import PlannedTensor
+from ...quant.save import CARD_NAME, plan_awq
+from ...quant.scheme import module_format, quantized_linears
+from .asked import SAMPLES, SEQLEN, Asked
+
+_BASE = 700 << 20  # Python, torch and what they map
+_BATCH_TOKENS = 4096  # that pass through a block at once (`quant/calibrate.py`)
+ACTIVATION_LIMIT = 1 << 30  # bytes of activations in memory; beyond it they are in a file
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """One run on one model.
+
+    shapes          of the model's tensors by name
+    linears         the modules to quantize, with their numbers of inputs
+    format          they are stored in, group -1 for one group per output
+    tensors         what will be written
+    output          the folder to make
+    memory          bytes that the run needs at its peak, estimated
+    scratch         bytes on the output's disk besides the output, for measuring it
+    """
+
+    checkpoint: Checkpoint
+    shapes: Mapping[str, tuple[int, ...]]
+    linears: Mapping[str, int]
+    format: WeightFormat
+    tensors: tuple[PlannedTensor, ...]
+    output: Path
+    memory: int
+    scratch: int
+
+    @property
+    def name(self) -> str:
+        return self.checkpoint.source.name
+
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def source_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.checkpoint.tensors.values())
+
+    @property
+    def output_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def source_formats(self) -> tuple[str, ...]:
+        """Names of the formats of the source's matrices."""
+        stored = self.checkpoint.tensors.values()
+        return tuple(sorted({t.format.name for t in stored if t.format is not None and len(t.shape) == 2}))
+
+    @property
+    def is_dequantized(self) -> bool:
+        """Whether the source is quantized already, so that its values are what is quantized here."""
+        return any(t.format is not None and not t.format.is_float for t in self.checkpoint.tensors.values())
+
+
+def prepare(checkpoint: Checkpoint, asked: Asked) -> Work:
+    """The run that `asked` is on this checkpoint; UsageError or UnsupportedModel if it cannot be."""
+    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    linears = asked.scheme.linears(shapes)
+    format = asked.scheme.format(linears.values())
+    tensors = plan_awq(shapes, linears, format)
+    output = asked.output or Path(f"{checkpoint.source.name}-{asked.scheme.method}-{group_name(format)}")
+    output_bytes = sum(tensor.nbytes for tensor in tensors)
+    quantized = any(t.format is not None and not t.format.is_float for t in checkpoint.tensors.values())
+    reference = 4 * sum(math.prod(shape) for shape in shapes.values()) if quantized else 0
+    return Work(
+        checkpoint,
+        shapes,
+        linears,
+        format,
+        tensors,
+        output,
+        memory_needed(shapes, asked),
+        output_bytes + output_bytes // 16 + reference,
+    )
+
+
+def check_room(work: Work, memory_available: int) -> None:
+    """Raise CapacityError if memory or the output's disk will not do."""
+    if work.memory > memory_available:
+        raise CapacityError(
+            f"quantizing `{work.name}` needs about {format_bytes(work.memory)} of memory, "
+            f"{format_bytes(memory_available)} are available",
+            "free some, or use fewer --calib-samples",
+        )
+    free, needed = free_bytes(work.output), work.output_bytes + work.scratch
+    if needed > free:
+        raise CapacityError(
+            f"writing and measuring `{work.output}` needs {format_bytes(needed)} on its disk, "
+            f"{format_bytes(free)} are free",
+            "make room, or choose an --output on another disk",
+        )
+
+
+def check_output(work: Work, overwrite: bool) -> None:
+    """Raise UsageError if the output folder may not be written: something is there, or it is the model itself."""
+    output = work.output
+    if output.name in ("", ".."):
+        raise UsageError(f"--output is `{output}`", "name the folder to make")
+    source = work.checkpoint.source.path.resolve()
+    if output.resolve() == source or output.resolve() in source.parents:
+        raise UsageError(f"the output `{output}` would replace the model itself", "choose another --output")
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not overwrite:
+        raise UsageError(f"`{output}` already exists", "use --overwrite to replace it, or choose another --output")
+    if not (output / CARD_NAME).is_file():
+        raise UsageError(
+            f"`{output}` is not what --overwrite may replace: it holds no {CARD_NAME}", "remove it yourself first"
+        )
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes free for us on the disk where `path` is or will be."""
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    status = os.statvfs(existing)
+    return status.f_bavail * status.f_frsize
+
+
+def memory_needed(shapes: Mapping[str, tuple[int, ...]], asked: Asked) -> int:
+    """Bytes at the peak of the walk: a block and copies of it, moments of its inputs, activations, one kept tensor.
+
+    A block is there in float32 three times over at most: as it was, as it will be stored, and what a search tries.
+    """
+    linears = quantized_linears(shapes)
+    blocks: dict[str, int] = {}
+    for module in linears:
+        block = ".".join(module.split(".")[:3])
+        blocks[block] = blocks.get(block, 0) + math.prod(shapes[f"{module}.weight"])
+    widths = set(linears.values())
+    moments = 3 * sum(width * width for width in widths) if asked.scheme.method == "awq" else 0
+    hidden = shapes["model.embed_tokens.weight"][1]
+    tokens = (asked.calib_samples or SAMPLES) * (asked.calib_seqlen or SEQLEN) if asked.scheme.method == "awq" else 0
+    activations = min(4 * tokens * hidden, ACTIVATION_LIMIT)
+    batch = 4 * min(tokens, _BATCH_TOKENS) * (6 * hidden + 4 * max(widths))
+    kept = 8 * max(math.prod(shape) for shape in shapes.values())
+    return _BASE + 4 * (3 * max(blocks.values()) + moments) + activations + batch + kept
+
+
+def group_name(format: WeightFormat) -> str:
+    """g64, or `channel` for one group per output."""
+    return "channel" if format.group == -1 else f"g{format.group}"
+
+
+def linear_bits(work: Work) -> float:
+    """Bits per weight of the quantized Linears alone."""
+    sizes = {module: math.prod(work.shapes[f"{module}.weight"]) for module in work.linears}
+    bits = sum(
+        size * module_format(work.format, work.linears[module]).bits_per_weight() for module, size in sizes.items()
+    )
+    return bits / sum(sizes.values())

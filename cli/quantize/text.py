@@ -1,0 +1,179 @@
+"""Where text for calibration and evaluation comes from: files, datasets on the hub, Python's own documentation.
+
+Plain text and JSON lines are read here; parquet files and the hub need the `datasets` library, which is loaded only for
+them. No more is read than is needed, so a dataset of any size will do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...kernels.errors import LlmctlError, UsageError
+
+HUB_TIMEOUT_S = 5.0
+
+_HUB_ID = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?::([\w.-]*))?(?::([\w.-]+))?")
+_PIECE = 1 << 20  # characters of a plain text that are read at a time
+_TEXT_KEYS = ("text", "content", "prompt", "instruction")
+_CHAT_KEYS = ("messages", "conversations")
+_FILES = (".txt", ".md", ".jsonl", ".json", ".parquet")
+
+# A conversation as text, through the model's own template
+RenderChat = Callable[[Sequence[dict[str, str]]], str]
+
+
+class Unreachable(Exception):
+    """The hub cannot be reached; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Texts one after the other, and what they are called in the log, the table and the card."""
+
+    name: str
+    texts: Iterator[str]
+
+
+def open_documents(name: str, render_chat: RenderChat) -> Documents:
+    """The texts in a file, in the files of a folder, or in a dataset `ID[:CONFIG[:SPLIT]]` on the hub.
+
+    UsageError for what is not there or holds no text, Unreachable if the hub does not answer.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix.lower() in _FILES)
+        if not files:
+            raise UsageError(f"`{path}` has no text files", f"known endings: {', '.join(_FILES)}")
+        return Documents(path.resolve().name, (text for file in files for text in _file_texts(file, render_chat)))
+    if path.is_file():
+        return Documents(path.name, _file_texts(path, render_chat))
+    match = _HUB_ID.fullmatch(name)
+    if match is None or path.suffix.lower() in _FILES:
+        raise UsageError(f"there is no file `{name}`", "give a text, JSONL or parquet file, or a dataset on the hub")
+    rows = _hub_rows(match[1], match[2] or None, match[3] or "train")
+    return Documents(f"{name} on the hub", _row_texts(name, rows, render_chat))
+
+
+def python_documentation() -> Documents:
+    """The reference topics that `help()` shows: text that is on every machine."""
+    from pydoc_data.topics import topics
+
+    return Documents("Python's own documentation", (topics[name] for name in sorted(topics)))
+
+
+def _file_texts(path: Path, render_chat: RenderChat) -> Iterator[str]:
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        return _row_texts(path.name, _parquet_rows(path), render_chat)
+    if suffix in (".jsonl", ".json"):
+        return _row_texts(path.name, _json_rows(path), render_chat)
+    return _plain_texts(path)
+
+
+def _plain_texts(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            while piece := file.read(_PIECE):
+                yield piece + file.readline()  # whole lines, so that no word is cut
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read `{path}` as UTF-8 text: {error}") from error
+
+
+def _json_rows(path: Path) -> Iterator[object]:
+    """The values of a JSON-lines file, or of one JSON list."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            if path.suffix.lower() == ".json":
+                content = json.load(file)
+                yield from content if isinstance(content, list) else [content]
+                return
+            for line in file:
+                if line.strip():
+                    yield json.loads(line)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"cannot read `{path}` as JSON: {error}") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[object]:
+    load_dataset = _load_dataset()
+    try:
+        yield from load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+    except Exception as error:  # whatever pyarrow raises for a broken file
+        raise UsageError(f"cannot read `{path}` as parquet: {error}") from error
+
+
+def _hub_rows(repo: str, config: str | None, split: str) -> Iterator[object]:
+    """The rows of a dataset. Whether the hub answers is asked first, with a deadline that `datasets` does not have."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    load_dataset = _load_dataset()
+    try:
+        HfApi().dataset_info(repo, timeout=HUB_TIMEOUT_S)
+    except GatedRepoError as error:
+        raise UsageError(f"dataset `{repo}` is gated", "accept its terms on the hub, then set HF_TOKEN") from error
+    except RepositoryNotFoundError as error:
+        raise UsageError(f"there is no file and no dataset `{repo}`", "check the name") from error
+    except Exception as error:  # the HTTP library differs between versions of huggingface_hub, and so do its errors
+        raise Unreachable((str(error).splitlines() or [type(error).__name__])[0]) from error
+    try:
+        rows: Iterator[object] = iter(load_dataset(repo, config, split=split, streaming=True))
+        return rows
+    except Exception as error:  # an unknown config or split, or a dataset that is a script
+        raise UsageError(f"cannot read dataset `{repo}`: {error}", "write it as ID:CONFIG:SPLIT") from error
+
+
+def _load_dataset() -> Callable[..., Iterator[object]]:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise UsageError(
+            "parquet files and datasets on the hub need the `datasets` library",
+            "`pip install 'llmctl-toolchain[data]'`, or use a text or JSONL file",
+        ) from error
+    found: Callable[..., Iterator[object]] = load_dataset
+    return found
+
+
+def _row_texts(name: str, rows: Iterator[object], render_chat: RenderChat) -> Iterator[str]:
+    for row in rows:
+        text = row if isinstance(row, str) else _row_text(row, render_chat)
+        if text is None:
+            keys = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
+            known = ", ".join((*_TEXT_KEYS, *_CHAT_KEYS))
+            raise UsageError(f"the rows of `{name}` have no text, only {keys}", f"known keys: {known}")
+        yield text + "\n"
+
+
+def _row_text(row: object, render_chat: RenderChat) -> str | None:
+    """A row's text, or its conversation as the model's template writes it; None if it has neither."""
+    if not isinstance(row, Mapping):
+        return None
+    for key in _TEXT_KEYS:
+        if isinstance(row.get(key), str):
+            return str(row[key])
+    for key in _CHAT_KEYS:
+        messages = _messages(row.get(key))
+        if messages:
+            try:
+                return render_chat(messages)
+            except LlmctlError:  # no template, or one that refuses this conversation
+                return "\n".join(message["content"] for message in messages)
+    return None
+
+
+def _messages(value: object) -> list[dict[str, str]]:
+    """Turns in OpenAI's (`role`, `content`) or ShareGPT's (`from`, `value`) words."""
+    found = []
+    for turn in value if isinstance(value, list) else []:
+        if not isinstance(turn, Mapping):
+            return []
+        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        if not isinstance(role, str) or not isinstance(content, str):
+            return []
+        found.append({"role": {"human": "user", "gpt": "assistant"}.get(role, role), "content": content})
+    return found

@@ -1,0 +1,123 @@
+"""A checkpoint in, a quantized checkpoint out: blocks are read, quantized and written one after the other."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from ...engine.load.checkpoint import Checkpoint
+from ...engine.load.progress import Progress
+from ...engine.load.text import ModelText
+from ...engine.models.block import DecoderBlock, dense_attend
+from ...kernels.ops import I32Array
+from ...quant.calibrate import Activations, LinearReport, embed, quantize_blocks
+from ...quant.save import AwqWriter, text_files
+from ...quant.scheme import Scheme, quantized_linears
+from ...quant.tensor import WeightTensor
+from .preflight import ACTIVATION_LIMIT, Work
+
+log = logging.getLogger(__name__)
+
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+def write_quantized(
+    work: Work, scheme: Scheme, calibration: I32Array | None, folder: Path, progress: Progress
+) -> tuple[LinearReport, ...]:
+    """Fill `folder` with the quantized checkpoint; how every Linear fared, by its full name."""
+    checkpoint = work.checkpoint
+    ignored = [_place(module) for module in quantized_linears(work.shapes) if module not in work.linears]
+    writer = AwqWriter(folder, work.shapes, work.linears, work.format)
+    try:
+        for name in work.shapes:
+            if not name.startswith("model.layers."):
+                writer.add(name, _tensor(checkpoint.read(name)))
+        activations = None if calibration is None else _embedded(checkpoint, calibration)
+        blocks = quantize_blocks(
+            lambda layer: _block(checkpoint, layer),
+            checkpoint.spec.num_layers,
+            scheme,
+            work.format,
+            activations,
+            dense_attend,
+            ignored=ignored,
+            progress=lambda _, done, total: progress(f"quantizing {total} layers", done, total),
+        )
+        reports = []
+        for layer, block in enumerate(blocks):
+            prefix = f"model.layers.{layer}."
+            writer.add_block(prefix, block)
+            for report in block.reports:
+                log.info("%s%s: %s, relative error %.5f", prefix, report.module, report.method, report.error)
+                reports.append(LinearReport(prefix + report.module, report.method, report.error))
+        writer.finish(_config(checkpoint), _files(checkpoint))
+    finally:
+        writer.close()
+    return tuple(reports)
+
+
+def _place(module: str) -> tuple[int, str]:
+    """`model.layers.3.mlp.up_proj` as (3, `mlp.up_proj`)."""
+    layer, _, name = module.removeprefix("model.layers.").partition(".")
+    return int(layer), name
+
+
+def _block(checkpoint: Checkpoint, layer: int) -> DecoderBlock:
+    prefix = f"model.layers.{layer}."
+    names = [name for name in checkpoint.tensors if name.startswith(prefix)]
+    tensors = {name.removeprefix(prefix): torch.from_numpy(checkpoint.read(name).dequantize()) for name in names}
+    return DecoderBlock(checkpoint.spec, layer, tensors)
+
+
+def _embedded(checkpoint: Checkpoint, tokens: I32Array) -> Activations:
+    """What the first block reads of these tokens; only their own rows of the embedding are unpacked."""
+    rows, places = np.unique(tokens, return_inverse=True)
+    embedding = checkpoint.files.read(_EMBEDDING).select_rows(rows.astype(np.int64)).dequantize()
+    return embed(torch.from_numpy(places.reshape(tokens.shape)), torch.from_numpy(embedding), ACTIVATION_LIMIT)
+
+
+def _tensor(weight: WeightTensor) -> torch.Tensor:
+    """The values, not widened if they are stored as float16, which is what will be written."""
+    return torch.from_numpy(weight.data if weight.format.kind == "f16" else weight.dequantize())
+
+
+def _config(checkpoint: Checkpoint) -> dict[str, object]:
+    """config.json without what it says of the source's own quantization."""
+    config = {k: v for k, v in checkpoint.config.items() if k not in ("quantization_config", "compression_config")}
+    if checkpoint.source.kind == "gguf":
+        rope = checkpoint.spec.rope
+        if rope.kind == "factors":
+            log.warning("the model's rope factors are written as only llmctl reads them")
+        config["rope_theta"] = rope.theta  # where transformers 4 looks for it
+    return config
+
+
+def _files(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """The files beside the weights: those of the source's folder, or for a GGUF file ones that say the same."""
+    if checkpoint.source.kind == "hf":
+        return text_files(checkpoint.source.path)
+    text: ModelText = checkpoint.load_text()
+    chat = text.chat
+    tokenizer_config: dict[str, object] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": checkpoint.spec.context_length,
+        **chat.special_tokens,
+    }
+    if chat.template:
+        tokenizer_config["chat_template"] = chat.template
+    defaults = {k: v for k, v in msgspec.structs.asdict(chat.defaults).items() if v is not None}
+    generation = {"eos_token_id": list(chat.eos_ids), **defaults} if chat.eos_ids else defaults
+    return {
+        "tokenizer.json": text.tokenizer_json.encode(),
+        "tokenizer_config.json": _json(tokenizer_config),
+        "generation_config.json": _json(generation),
+    }
+
+
+def _json(content: dict[str, object]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
