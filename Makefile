@@ -25,9 +25,9 @@ setup: $(VENV)/.ready
 
 # torch first and by its exact version, so that nothing else can ask pip for another one.
 $(VENV)/.torch: constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo 'error: Python 3.11 or newer is needed; set PYTHON' >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	touch $@
 

@@ -22,7 +22,7 @@ from .kernel_choice import Choice, choices
 
 # Distribution names. Torch and transformers are not needed to chat from a warm cache, so they may be absent.
 NEEDED = (
-    *("huggingface-hub", "jinja2", "msgspec", "numpy", "prompt-toolkit", "psutil", "pyzmq", "rich", "tokenizers"),
+    *("huggingface-hub", "jinja2", "msgspec", "numpy", "prompt-toolkit", "pyzmq", "rich", "tokenizers"),
     "typer",
 )
 OPTIONAL = ("torch", "transformers")

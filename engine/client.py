@@ -5,9 +5,11 @@ Outputs are handed to the request's callback on the client's own thread; a callb
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import logging
+import os
 import queue
 import shutil
 import subprocess
@@ -81,11 +83,26 @@ class _Open:
         self._lock = threading.Lock()
         self._requests: dict[str, tuple[OnOutput, set[int]]] = {}
         self._dead: EngineDead | None = None
+        self._pid = os.getpid()
+
+    def check_process(self) -> None:
+        """Raise EngineDead in a process that was forked from the one that has the engine: its threads are not here."""
+        if os.getpid() != self._pid:
+            raise EngineDead(
+                f"this engine belongs to process {self._pid}, from which this one was forked",
+                "make the LLM after the fork, or start processes with the method `spawn`",
+            )
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this is the process that has the engine."""
+        return os.getpid() == self._pid
 
     def add(self, request: Request, on_output: OnOutput) -> None:
+        self.check_process()
         with self._lock:
             if self._dead is not None:
-                raise self._dead
+                raise EngineDead(self._dead.message, self._dead.hint)
             if request.id in self._requests:
                 raise errors.UsageError(f"request id `{request.id}` is in use", "use another id, or none")
             self._requests[request.id] = on_output, set(range(request.sampling.n))
@@ -100,7 +117,15 @@ class _Open:
                     entry[1].discard(output.index)
                     if not entry[1]:
                         del self._requests[output.request_id]
-            entry[0](output)
+            self._hand(entry[0], output)
+
+    @staticmethod
+    def _hand(on_output: OnOutput, output: Output) -> None:
+        """A callback that raises harms its own request only."""
+        try:
+            on_output(output)
+        except Exception:
+            log.exception("the callback of request %s raised", output.request_id)
 
     def die(self, error: EngineDead) -> None:
         """Fail every open request and refuse new ones."""
@@ -109,12 +134,11 @@ class _Open:
             ended, self._requests = self._requests, {}
         for request_id, (on_output, indices) in ended.items():
             for index in sorted(indices):
-                on_output(
-                    Output(
-                        request_id=request_id, index=index, epoch=self._epoch, first=0, tokens=(),
-                        finish=FinishReason.ERROR, error=error.message,
-                    )
+                end = Output(
+                    request_id=request_id, index=index, epoch=self._epoch, first=0, tokens=(),
+                    finish=FinishReason.ERROR, error=error.message,
                 )  # fmt: skip
+                self._hand(on_output, end)
 
     @property
     def error(self) -> EngineDead | None:
@@ -163,6 +187,7 @@ class LocalClient:
         self._open, self._tickets = _Open(info.epoch), _Tickets()
         self._thread = threading.Thread(target=self._run, name="llmctl-engine", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a thread in the middle of a step would take the exiting process down
 
     def submit(self, request: Request, on_output: OnOutput) -> None:
         """See EngineClient."""
@@ -180,22 +205,23 @@ class LocalClient:
 
     def stats(self) -> EngineStats:
         """See EngineClient."""
+        self._open.check_process()
         ticket, answer = self._tickets.open()
         self._commands.put(GetStats(ticket))
         return _stats_or_raise(answer, self._open)
 
     def close(self) -> None:
         """See EngineClient."""
-        self._commands.put(Shutdown())
-        self._thread.join()
+        if self._open.is_ours:
+            atexit.unregister(self.close)
+            self._commands.put(Shutdown())
+            self._thread.join()
 
     def _run(self) -> None:
         reason = EngineDead("the engine was closed")
         try:
             run_loop(self._engine, self.info.epoch, self._inbox, self._emit)
-        except (
-            Exception
-        ) as error:  # the one place where a bug in the core surfaces: every open request must learn of it
+        except Exception as error:  # a bug in the core surfaces here: every open request must learn of it
             log.exception("the engine stopped")
             reason = EngineDead(f"the engine stopped: {type(error).__name__}: {error}")
         finally:
@@ -241,9 +267,8 @@ class ProcessClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
         settings = msgspec.json.encode(config).decode()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.worker", address, str(epoch), settings], stdin=subprocess.DEVNULL
-        )
+        command = [sys.executable, "-P", "-m", f"{__package__}.worker", address, str(epoch), settings]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         try:
             self.info = self._await_ready(progress, cancelled or threading.Event())
         except BaseException:
@@ -259,6 +284,7 @@ class ProcessClient:
         self._sender.connect(self._wake)
         self._thread = threading.Thread(target=self._run, name="llmctl-engine-client", daemon=True)
         self._thread.start()
+        atexit.register(self.close)
 
     @property
     def pid(self) -> int:
@@ -281,12 +307,16 @@ class ProcessClient:
 
     def stats(self) -> EngineStats:
         """See EngineClient."""
+        self._open.check_process()
         ticket, answer = self._tickets.open()
         self._send(GetStats(ticket))
         return _stats_or_raise(answer, self._open)
 
     def close(self) -> None:
         """See EngineClient. An engine that does not end by itself is killed."""
+        if not self._open.is_ours:
+            return
+        atexit.unregister(self.close)
         self._send(Shutdown())
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():

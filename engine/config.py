@@ -83,7 +83,7 @@ class Environment:
 def environment() -> Environment:
     """The environment as it is now."""
     base = os.environ.get("LLMCTL_CACHE")
-    if base is None:
+    if not base:
         base = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "llmctl")
     offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
     return Environment(

@@ -7,6 +7,7 @@ stop string ends that sequence in the core, and usage counts up to the token tha
 from __future__ import annotations
 
 import itertools
+import operator
 import queue
 import secrets
 import uuid
@@ -86,13 +87,13 @@ class Frontend:
         priority: int = 0,
         salt: str = "",
     ) -> Request:
-        """A fully resolved Request: the prompt as ids, the seed drawn, max_tokens cut to nothing but what was asked.
+        """A fully resolved Request: prompt as ids, the seed drawn, max_tokens None made what the context leaves.
 
         Raises UsageError for parameters that cannot work and CapacityError for a prompt longer than the context.
         """
         limit, vocab = self.info.max_model_len, self.info.vocab_size
         sampling.check(vocab)
-        ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else _token_ids(prompt)
         if not ids:
             raise UsageError("the prompt is empty", "give at least one token")
         for token in ids:
@@ -139,6 +140,19 @@ class Frontend:
     def close(self) -> None:
         """Stop the engine."""
         self.client.close()
+
+
+def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    """The prompt as plain ints, numpy's taken too; nothing that only happens to be a number."""
+    if isinstance(prompt, (bytes, bytearray, dict)):
+        raise UsageError(f"the prompt is of type {type(prompt).__name__}", "give a text or token ids")
+    try:
+        ids = tuple(operator.index(token) for token in prompt)
+    except TypeError as error:
+        raise UsageError(f"the prompt is neither a text nor token ids: {error}", "give a text or token ids") from error
+    if any(isinstance(token, bool) for token in prompt):
+        raise UsageError("the prompt holds a bool among its token ids", "give a text or token ids")
+    return ids
 
 
 class Generation:

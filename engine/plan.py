@@ -1,6 +1,6 @@
 """`Plan`: what will run, resolved once from what was asked, the model and the machine.
 
-Every choice that can change a bit of a result is in here, and `fingerprint` is the hash of all of it.
+Every choice that can change a bit of a result is in here, and `fingerprint` is the hash of those.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+import typing
 
 import msgspec
 
@@ -64,8 +65,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
+    def __post_init__(self) -> None:
+        """Take what OpenAI's and vLLM's users write: one stop string, a list, None for nothing."""
+        stop: object = self.stop
+        force = msgspec.structs.force_setattr
+        if not isinstance(stop, tuple):
+            force(self, "stop", () if stop is None else (stop,) if isinstance(stop, str) else tuple(self.stop))
+        if not isinstance(self.stop_token_ids, tuple):
+            force(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        if self.logit_bias is None:
+            force(self, "logit_bias", {})
+
     def check(self, vocab_size: int) -> None:
         """Raise ParameterError for the first field whose value cannot work, naming the value and the limit."""
+        for name, kind in _KINDS.items():
+            try:
+                msgspec.convert(getattr(self, name), kind, strict=True)
+            except msgspec.ValidationError as error:
+                raise ParameterError(name, f"`{name}` is {getattr(self, name)!r}: {error}".lower()) from error
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if value is None:
@@ -94,6 +111,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 )
 
 
+_KINDS = typing.get_type_hints(SamplingParams)
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("n", 1, MAX_N),
     ("max_tokens", 0, 1 << 30),
@@ -116,7 +134,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt      token ids, at least one
     seed        sequence i of `sampling.n` samples with `mix_seed(seed, i)`, see `schedule/sequence.py`
     stop_ids    every token id that ends a sequence (EOS unless ignore_eos, and stop_token_ids)
-    max_tokens  tokens to generate at most, already cut to what the context leaves
+    max_tokens  tokens to generate at most; fits the context
     tenant      whose share this is in the fair queue
     salt        requests with different salts never share a prefix
     """

@@ -45,12 +45,13 @@ from .entry import (
     finish_digest,
     header_bytes,
     read_manifest,
+    text_digest,
 )
 from .progress import Progress
 
 TEMPORARY = ".building-"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
+_NOT_EMPTY = (errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -133,6 +134,7 @@ def _write_entry(checkpoint: Checkpoint, key: str, dtype: str, folder: Path, pro
         tensors=tensors,
         bytes=max((tensor.offset + tensor.bytes for tensor in tensors), default=HEADER_BYTES),
         text_bytes=(len(tokenizer_json), len(chat_json)),
+        text_digest=text_digest(tokenizer_json, chat_json),
     )
     (folder / TOKENIZER).write_bytes(tokenizer_json)
     (folder / CHAT).write_bytes(chat_json)
@@ -219,7 +221,10 @@ def _publish(folder: Path, target: Path) -> None:
         except BadEntry:
             aside = folder.with_name(f"{folder.name}-replaced")
             os.rename(target, aside)
-            shutil.rmtree(aside, ignore_errors=True)
+            if aside.is_dir() and not aside.is_symlink():
+                shutil.rmtree(aside, ignore_errors=True)
+            else:
+                aside.unlink()
     raise CheckpointError(f"`{target}` keeps being replaced by another process", "end that process and try again")
 
 

@@ -21,7 +21,7 @@ from ...kernels.formats import parse_weight_format
 from ..models.arch import DecoderSpec
 from .text import ChatInfo
 
-ENTRY_VERSION = 2
+ENTRY_VERSION = 3
 ALIGNMENT = 64
 VECTOR = "vector"  # the format of what is no matrix
 ORDER = "order"  # in which the weight of the same name, which follows, reads its inputs
@@ -49,6 +49,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     `implementation` computes the model. One that is not ours reads the weights itself, and there are no tensors here.
 
+    `text_digest` is the SHA-256 of those two, small enough to be checked at every start.
+
     `digest` is the SHA-256 of the weights behind the header, tokenizer.json, chat.json, and of what this manifest says
     about the model, but not where it came from: the same model from two places has the same digest.
     """
@@ -64,6 +66,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[PackedTensor, ...]
     bytes: int
     text_bytes: tuple[int, int]
+    text_digest: str = ""
     digest: str = ""
 
 
@@ -93,7 +96,7 @@ def read_manifest(folder: Path) -> Manifest:
         with (folder / WEIGHTS).open("rb") as file:
             header = file.read(HEADER_BYTES)
             size = os.fstat(file.fileno()).st_size
-        text_bytes = ((folder / TOKENIZER).stat().st_size, (folder / CHAT).stat().st_size)
+        texts = (folder / TOKENIZER).read_bytes(), (folder / CHAT).read_bytes()
     except OSError as error:
         raise BadEntry(f"{error.strerror}: {error.filename}") from error
     if header != header_bytes(manifest_json):
@@ -104,11 +107,19 @@ def read_manifest(folder: Path) -> Manifest:
         raise BadEntry(f"manifest.json: {error}") from error
     if manifest.version != ENTRY_VERSION or manifest.layout != LAYOUT_VERSION:
         raise BadEntry(f"version {manifest.version}, layout {manifest.layout}")
+    text_bytes = len(texts[0]), len(texts[1])
     if (size, text_bytes) != (manifest.bytes, manifest.text_bytes):
         raise BadEntry(f"sizes are {size} and {text_bytes}, expected {manifest.bytes} and {manifest.text_bytes}")
+    if text_digest(*texts) != manifest.text_digest:
+        raise BadEntry("tokenizer.json or chat.json is not what was written")
     for tensor in manifest.tensors:
         _check_place(tensor, manifest.bytes)
     return manifest
+
+
+def text_digest(tokenizer_json: bytes, chat_json: bytes) -> str:
+    """The hash of an entry's text files."""
+    return hashlib.sha256(tokenizer_json + chat_json).hexdigest()
 
 
 def read_chat(folder: Path) -> ChatInfo:
@@ -134,7 +145,8 @@ def finish_digest(digest: hashlib._Hash, tokenizer_json: bytes, chat_json: bytes
     """Add what follows the weights to their running digest."""
     digest.update(tokenizer_json)
     digest.update(chat_json)
-    digest.update(msgspec.json.encode(msgspec.structs.replace(manifest, key="", name="", source="", digest="")))
+    about = msgspec.structs.replace(manifest, key="", name="", source="", text_digest="", digest="")
+    digest.update(msgspec.json.encode(about))
 
 
 def _check_place(tensor: PackedTensor, size: int) -> None:

@@ -156,7 +156,7 @@ def list_entries(cache: Path) -> tuple[Entry, ...]:
     folders = sorted(path for path in packed.iterdir() if path.name[0] != ".") if packed.is_dir() else []
     entries = []
     for folder in folders:
-        size = sum(path.stat().st_size for path in folder.iterdir()) if folder.is_dir() else folder.stat().st_size
+        size = sum(path.lstat().st_size for path in folder.iterdir()) if folder.is_dir() else folder.lstat().st_size
         try:
             manifest = read_manifest(folder)
         except BadEntry as error:
@@ -185,8 +185,11 @@ def prune(cache: Path, keep: Collection[str] = ()) -> tuple[Entry, ...]:
     """
     removed = tuple(entry for entry in list_entries(cache) if entry.key not in keep)
     for entry in removed:
-        (entry.folder / MANIFEST).unlink(missing_ok=True)  # first, so that nobody opens the rest
-        shutil.rmtree(entry.folder, ignore_errors=True)
+        if entry.folder.is_dir() and not entry.folder.is_symlink():
+            (entry.folder / MANIFEST).unlink(missing_ok=True)  # first, so that nobody opens the rest
+            shutil.rmtree(entry.folder, ignore_errors=True)
+        else:
+            entry.folder.unlink(missing_ok=True)
     remove_abandoned(cache / "packed")
     return removed
 

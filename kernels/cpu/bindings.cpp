@@ -293,6 +293,7 @@ void set_threads(int threads) {
 }  // namespace llmctl::cpu
 
 NB_MODULE(_cpu, m) {
+  nb::set_leak_warnings(false);  // an engine that lives until the process ends is no leak
   using namespace llmctl::cpu;
   using Released = nb::call_guard<nb::gil_scoped_release>;
 

@@ -72,11 +72,9 @@ static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
 
 class Pool {
  public:
-  // The process's pool. It is never destroyed: at exit its workers are spinning or asleep.
-  static Pool& instance() {
-    static Pool* pool = new Pool;
-    return *pool;
-  }
+  // The process's pool. It is never destroyed: at exit its workers are spinning or asleep. A forked child, which has
+  // none of its parent's threads, gets a pool of its own.
+  static Pool& instance() { return *current(); }
 
   int threads() {
     std::lock_guard lock(mutex_);
@@ -132,6 +130,18 @@ class Pool {
   }
 
  private:
+  static Pool*& current() {
+    static Pool* pool = [] {
+      pthread_atfork(nullptr, nullptr, [] {
+        Pool* fresh = new Pool;
+        fresh->threads_ = current()->threads_;
+        current() = fresh;
+      });
+      return new Pool;
+    }();
+    return pool;
+  }
+
   void start_workers() {
     cpu_set_t allowed;
     CPU_ZERO(&allowed);

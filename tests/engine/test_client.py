@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 
@@ -149,3 +152,54 @@ def test_loading_in_a_process_can_be_given_up(folder: str) -> None:
     cancelled.set()
     with pytest.raises(EngineDead, match="stopped while it was loading"):
         ProcessClient(EngineConfig(model=folder), cancelled=cancelled)
+
+
+def run_script(body: str, folder: str) -> subprocess.CompletedProcess[str]:
+    script = f"FOLDER = {folder!r}\nOPTIONS = {OPTIONS!r}\n" + textwrap.dedent(body)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_a_script_that_ends_while_tokens_come_ends_quietly(folder: str, process: bool) -> None:
+    body = f"""
+    from llmctl import LLM, SamplingParams
+    llm = LLM(FOLDER, process={process}, **OPTIONS)
+    stream = llm.frontend.stream([5] * 20, SamplingParams(max_tokens=200, ignore_eos=True))
+    next(stream)
+    """
+    done = run_script(body, folder)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_forked_child_is_told_that_the_engine_is_not_its_own_and_can_make_one(folder: str) -> None:
+    body = """
+    import os, sys
+    from llmctl import LLM, SamplingParams
+    from llmctl.kernels.errors import EngineDead
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    llm = LLM(FOLDER, threads=2, **OPTIONS)
+    expected = llm.generate([[5] * 20], sampling)[0].outputs
+    if (child := os.fork()) == 0:
+        try:
+            llm.generate([[5] * 20], sampling)
+        except EngineDead as error:
+            assert "forked" in error.message
+            with LLM(FOLDER, threads=2, **OPTIONS) as own:
+                os._exit(0 if own.generate([[5] * 20], sampling)[0].outputs == expected else 3)
+        os._exit(4)
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    done = run_script(body, folder)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_callback_that_raises_harms_its_own_request_only(folder: str) -> None:
+    with LLM(folder, **OPTIONS) as llm:
+        sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        expected = llm.generate([[5] * 20], sampling)[0].outputs
+
+        def broken(output: Output) -> None:
+            raise RuntimeError("mine")
+
+        llm.frontend.client.submit(llm.frontend.request([7] * 20, sampling), broken)
+        assert llm.generate([[5] * 20], sampling)[0].outputs == expected

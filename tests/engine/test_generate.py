@@ -111,3 +111,39 @@ def test_a_sampling_value_that_cannot_work_is_refused_with_its_limit(
 def test_max_tokens_beyond_the_context_is_refused_and_not_cut(llm: LLM) -> None:
     with pytest.raises(CapacityError, match="do not fit the context of 256"):
         llm.generate([[5] * 200], with_changes(GREEDY, max_tokens=100))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"max_tokens": 5.5}, "max_tokens"),
+        ({"seed": 1.5}, "seed"),
+        ({"top_k": None}, "top_k"),
+        ({"temperature": None}, "temperature"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_p": "0.9"}, "top_p"),
+        ({"stop": (1,)}, "stop"),
+    ],
+)
+def test_a_sampling_value_of_the_wrong_type_is_refused_and_the_engine_goes_on(
+    llm: LLM, changes: dict[str, object], field: str
+) -> None:
+    with pytest.raises(UsageError, match=f"`{field}` is"):
+        llm.generate("hello", with_changes(GREEDY, **changes))
+    assert len(llm.generate("hello", GREEDY)[0].outputs[0].token_ids) == 24
+
+
+@pytest.mark.parametrize("prompt", [[5, 1.5], [5, True], b"hi", [None]])
+def test_a_prompt_that_is_neither_text_nor_ids_is_refused(llm: LLM, prompt: object) -> None:
+    with pytest.raises(UsageError):
+        llm.generate([prompt], GREEDY)  # type: ignore[list-item]
+
+
+def test_one_stop_string_and_numpy_ids_are_taken_as_written(llm: LLM) -> None:
+    import numpy as np
+
+    assert SamplingParams(stop="abc").stop == ("abc",)  # type: ignore[arg-type]
+    assert SamplingParams(stop=["a", "b"], stop_token_ids=[1]).stop == ("a", "b")  # type: ignore[arg-type]
+    assert SamplingParams(stop=None).stop == ()  # type: ignore[arg-type]
+    ids = np.array([40, 41, 42])
+    assert llm.generate([ids], GREEDY)[0].outputs == llm.generate([[40, 41, 42]], GREEDY)[0].outputs

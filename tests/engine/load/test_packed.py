@@ -4,6 +4,7 @@ import errno
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 
@@ -379,3 +380,24 @@ def test_loading_imports_neither_torch_nor_transformers(tmp_path, cache):
         command = [sys.executable, "-c", script]
         result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
         assert result.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat.json"])
+def test_a_text_file_that_is_not_what_was_written_makes_the_entry_rebuilt(name, tmp_path):
+    from tests.engine.tiny import write_checkpoint
+
+    source = Source(write_checkpoint(tmp_path / "tiny", "llama"), "hf", "tiny")
+    folder = open_packed(source, cache=tmp_path).folder
+    good = (folder / name).read_bytes()
+    (folder / name).write_bytes(b"x" * len(good))
+    assert (open_packed(source, cache=tmp_path).folder / name).read_bytes() == good
+
+
+def test_a_plain_file_where_the_entry_belongs_is_replaced(tmp_path):
+    from tests.engine.tiny import write_checkpoint
+
+    source = Source(write_checkpoint(tmp_path / "tiny", "llama"), "hf", "tiny")
+    folder = open_packed(source, cache=tmp_path).folder
+    shutil.rmtree(folder)
+    folder.write_text("not a folder")
+    assert open_packed(source, cache=tmp_path).folder.is_dir()
