@@ -152,7 +152,9 @@ class Server:
         self._http.should_exit = True
 
     def _quit(self) -> None:
+        """End now. Without an engine every open answer ends at once, unless its client does not read it."""
         self._cancelled.set()
         if self._client is not None:
             self._client.kill()
-        self._http.should_exit = self._http.force_exit = True
+        self._http.config.timeout_graceful_shutdown = 1
+        self._http.should_exit = True

@@ -23,7 +23,7 @@ def test_a_port_in_use_is_told_before_the_model_is_loaded():
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_error(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{")
     code, stderr = Server(str(tmp_path), "--port", "0").end()
     assert code == 3
     assert stderr.startswith("error: ") and "Traceback" not in stderr
