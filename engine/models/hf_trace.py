@@ -107,8 +107,14 @@ def trace(model: Any) -> Trace:
         raise
     except Exception as error:  # whatever the modules of hundreds of families raise
         raise _refused(model, f"a trial run fails: {type(error).__name__}: {error}") from error
+    finally:
+        AttentionInterface.register(TRACED, _nobody)  # the registry is the process's: it would keep the model
     _check_layers(model, calls)
     return Trace(tuple(calls), out.logits.shape[-1])
+
+
+def _nobody(module: nn.Module, *_: object, **__: object) -> tuple[torch.Tensor, None]:
+    raise AssertionError(f"{type(module).__name__} is traced outside of a trace")
 
 
 def _try_mask(*, mask_function: Callable[..., torch.Tensor], local_size: int | None = None, **_: object) -> _Mask:
