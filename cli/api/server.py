@@ -22,7 +22,7 @@ from ...engine.client import ProcessClient
 from ...engine.config import EngineConfig
 from ...engine.frontend import Frontend
 from ...engine.launch import face, new_epoch
-from ...kernels.errors import LlmctlError
+from ...kernels.errors import EngineDead
 from ..console import Console
 from . import journal
 from .app import make_app
@@ -47,7 +47,8 @@ class Server:
         self._service = Service(settings, config.max_num_seqs)
         self._cancelled = threading.Event()  # nobody wants the engine that is being loaded any more
         self._client: ProcessClient | None = None
-        self._failure: LlmctlError | None = None
+        self._failure: Exception | None = None
+        self._loading: list[asyncio.Task[None]] = []
         self._signals: list[signal.Signals] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._http = uvicorn.Server(
@@ -72,6 +73,7 @@ class Server:
             await self._http.serve(sockets=[self._listener])
         finally:
             self._cancelled.set()
+            await asyncio.gather(*self._loading)
             for task in self._tasks:
                 task.cancel()
             if self._client is not None:
@@ -85,7 +87,7 @@ class Server:
         """Take the signals over from uvicorn, and begin to load, just before connections are accepted."""
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
-        self._spawn(self._load())
+        self._loading.append(asyncio.create_task(self._load()))
         yield
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
@@ -96,8 +98,8 @@ class Server:
     async def _load(self) -> None:
         try:
             frontend, client = await asyncio.to_thread(self._start_engine)
-        except LlmctlError as error:
-            if not self._cancelled.is_set():
+        except Exception as error:  # a bug as well must end the server, or it would be loading for ever
+            if not (self._cancelled.is_set() and isinstance(error, EngineDead)):
                 self._failure = error
             self._http.should_exit = True
             return
@@ -106,11 +108,14 @@ class Server:
             return
         monitor = Monitor(client)
         self._service.attach(frontend, monitor)
+        self._spawn(self._watch(client, monitor))
         where, info = url(self._listener, bool(self._settings.ssl_certfile)), frontend.info
         self._console.say(
             f"serving {self._settings.names[0]} ({info.weight_format}, {info.max_model_len} tokens) on {where}"
         )
         self._console.data(where)
+
+    async def _watch(self, client: ProcessClient, monitor: Monitor) -> None:
         await monitor.watch()
         if client.failure is not None and not self._signals:
             log.error("%s; requests are refused from now on", client.failure.message)

@@ -1,10 +1,12 @@
 """A server from its start to its end: loading, draining, and an engine that stands still or is killed."""
 
 import concurrent.futures
+import contextlib
 import json
 import signal
 import socket
 
+import httpx
 import openai
 import psutil
 import pytest
@@ -29,19 +31,35 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_error(tmp_path):
     assert stderr.startswith("error: ") and "Traceback" not in stderr
 
 
-def test_the_end_of_a_server_under_a_signal_while_it_loads(start, tmp_path):
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_server_that_loads_says_so_and_can_be_ended(start, tmp_path, signals):
     path = tmp_path / "socket"
     server = start("--uds", str(path), wait=False)
-    eventually(path.exists)
-    eventually(lambda: any("worker" in " ".join(child.cmdline()) for child in children(server)))
-    server.signal(signal.SIGTERM)
+    engine = eventually(lambda: loading_engine(server))
+    engine.suspend()
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://llmctl", timeout=300) as http:
+        health = http.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "loading")
+        refused = http.post(CHAT, json=HELLO)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
+        assert refused.headers["retry-after"]
+        assert http.get("/v1/models").status_code == 503
+        assert http.get("/metrics").status_code == 200
+    for _ in range(signals):
+        server.signal(signal.SIGTERM)
+    engine.resume()
     code, stderr = server.end()
     assert code == 0 and "Traceback" not in stderr
     assert not path.exists()
+    assert not engine.is_running()
 
 
-def children(server):
-    return psutil.Process(server.process.pid).children()
+def loading_engine(server):
+    for child in psutil.Process(server.process.pid).children():
+        with contextlib.suppress(psutil.Error):
+            if "llmctl.engine.worker" in child.cmdline():
+                return child
+    return None
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
