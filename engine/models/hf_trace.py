@@ -74,7 +74,7 @@ class _Mask:
 def trace(model: Any) -> Trace:
     """What the model asks for; UnsupportedModel with the reason if the paged cache cannot serve it.
 
-    `model` is a causal language model of transformers, on the meta device or not; its attention is replaced.
+    `model` is a causal language model of transformers, on the meta device or not; it is left as it was.
     """
     parameters = inspect.signature(model.forward).parameters
     missing = [name for name in _NEEDED if name not in parameters]
@@ -92,6 +92,7 @@ def trace(model: Any) -> Trace:
 
     AttentionInterface.register(TRACED, take_note)
     AttentionMaskInterface.register(TRACED, _try_mask)
+    before = model.config._attn_implementation
     model.set_attn_implementation(TRACED)
     ids = torch.zeros((1, _TOKENS), dtype=torch.long, device=model.device)
     try:
@@ -108,6 +109,7 @@ def trace(model: Any) -> Trace:
     except Exception as error:  # whatever the modules of hundreds of families raise
         raise _refused(model, f"a trial run fails: {type(error).__name__}: {error}") from error
     finally:
+        model.set_attn_implementation(before)  # it stands in the config, which may be the caller's
         AttentionInterface.register(TRACED, _nobody)  # the registry is the process's: it would keep the model
     _check_layers(model, calls)
     return Trace(tuple(calls), out.logits.shape[-1])

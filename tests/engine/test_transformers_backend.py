@@ -266,6 +266,7 @@ def test_every_family_of_ours_can_be_traced() -> None:
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         traced = trace(model)
         assert len(traced.calls) == config.num_hidden_layers and traced.vocab_size == VOCAB, name
+        assert model.config._attn_implementation == config._attn_implementation == "sdpa"
         windows = tuple(call.window for call in traced.calls)
         if name == "gemma3":
             assert windows == (24, 24, 0, 24) and traced.calls[0].scale == pytest.approx(40**-0.5)
