@@ -28,7 +28,6 @@ def make_app(service: Service, lifespan: Lifespan) -> FastAPI:
     app = FastAPI(
         title="llmctl",
         version=__version__,
-        root_path=settings.root_path,
         openapi_url=None,
         lifespan=lifespan,
     )

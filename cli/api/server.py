@@ -59,6 +59,7 @@ class Server:
                 access_log=False,
                 ws="none",
                 server_header=False,
+                root_path=settings.root_path,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=LAST_WORDS_S,
                 ssl_keyfile=settings.ssl_keyfile or None,

@@ -225,6 +225,18 @@ def test_a_key_is_asked_for_and_never_shown(start):
     assert "three" not in server.stderr and "one" not in server.stderr.replace("none", "")
 
 
+def test_a_chat_template_of_ones_own_takes_the_place_of_the_models(start, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}[{{ message.content }}]{% endfor %}{{ mood }}")
+    server = start("--chat-template", str(template), "--root-path", "/behind")
+    with server.http() as http:
+        asked = {"messages": HELLO, "chat_template_kwargs": {"mood": "!"}}
+        tokens = http.post("/tokenize", json=asked).json()["tokens"]
+        assert http.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == "[hello]!"
+        assert http.post(CHAT, json={**asked, "max_tokens": 1}).json()["usage"]["prompt_tokens"] == len("[hello]!")
+    assert "Warning" not in server.stderr
+
+
 def test_a_key_from_the_environment_and_a_unix_socket(start, tmp_path):
     path = tmp_path / "llmctl.sock"
     server = start("--uds", str(path), "--disable-log-requests", "--disable-metrics", LLMCTL_API_KEY="secret")
