@@ -44,13 +44,6 @@ class Load:
             times.append(times[-1] + self._gap(rng))
         return tuple(times[:count])
 
-    def describe(self) -> str:
-        """In words: "16 at once"."""
-        limit = f"{self.max_concurrency} at once" if self.max_concurrency else "all at once"
-        if not self.open_loop:
-            return limit
-        return f"{self.request_rate:g} requests/s" + (f", {limit} at most" if self.max_concurrency else "")
-
     def _gap(self, rng: random.Random) -> float:
         mean = 1 / self.request_rate
         if math.isinf(self.burstiness):

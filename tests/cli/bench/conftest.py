@@ -1,5 +1,6 @@
 """Requests against a mock server in virtual time, and a small tokenizer."""
 
+import asyncio
 import math
 
 import msgspec
@@ -34,8 +35,6 @@ def bombard():
                 target = OpenAIServer(client, Endpoint(f"http://mock:1{path}", "chat" in path, "mock"), GREEDY)
                 items = [Item(prompt, asked)] * count
                 if interrupt_s is not None:
-                    import asyncio
-
                     loop = asyncio.get_running_loop()
                     loop.call_later(interrupt_s, asyncio.current_task().cancel)
                 round_ = await drive(target, items, load.arrivals(count, None), load, timeout_s)

@@ -1,5 +1,6 @@
 """Rounds of two backends are interleaved and get the same prompts; ratios are taken round by round."""
 
+import asyncio
 import math
 
 import pytest
@@ -27,11 +28,8 @@ def compare():
                 def send(self, item):
                     order.append(self.backend)
                     if interrupt is not None and len(order) == interrupt:
-                        asyncio.current_task()  # the request's own
                         asyncio.get_running_loop().call_soon(main_task.cancel)
                     return super().send(item)
-
-            import asyncio
 
             main_task = asyncio.current_task()
             clients = []
