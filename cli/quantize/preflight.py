@@ -17,7 +17,7 @@ from ...kernels.errors import CapacityError, UsageError
 from ...kernels.formats import WeightFormat
 from ...quant.formats.safetensors_write import PlannedTensor
 from ...quant.save import CARD_NAME, plan_awq
-from ...quant.scheme import module_format, quantized_linears
+from ...quant.scheme import quantized_linears
 from .asked import SAMPLES, SEQLEN, Asked
 
 _BASE = 700 << 20  # Python, torch and what they map
@@ -167,9 +167,7 @@ def group_name(format: WeightFormat) -> str:
 
 
 def linear_bits(work: Work) -> float:
-    """Bits per weight of the quantized Linears alone."""
-    sizes = {module: math.prod(work.shapes[f"{module}.weight"]) for module in work.linears}
-    bits = sum(
-        size * module_format(work.format, work.linears[module]).bits_per_weight() for module, size in sizes.items()
-    )
-    return bits / sum(sizes.values())
+    """Bits per weight of the quantized Linears alone, scales and zero points included."""
+    parts = ((tensor, *tensor.name.rpartition(".")[::2]) for tensor in work.tensors)
+    stored = sum(tensor.nbytes for tensor, module, part in parts if module in work.linears and part != "bias")
+    return 8 * stored / sum(math.prod(work.shapes[f"{module}.weight"]) for module in work.linears)
