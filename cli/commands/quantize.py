@@ -31,8 +31,8 @@ def quantize(
 ) -> None:
     """Quantize a model to 4 bits, and measure what that loses.
 
-    Makes a folder in AutoAWQ's layout, which llmctl, transformers and vLLM load. In it is `llmctl_quality.json` with
-    size, perplexity, KL divergence to the original and speed, measured on the checkpoint as it lies on disk.
+    Makes a folder in AutoAWQ's layout, which other tools load too. In it is `llmctl_quality.json` with size,
+    perplexity, KL divergence to the original and speed, measured on the checkpoint as it lies on disk.
     """
     import torch
 
