@@ -18,7 +18,7 @@ COMMANDS = [
     ["plan", "{model}"],
     ["models", "list", "--json"],
     ["chat", "{model}", "-p", "hi", "--max-tokens", "2", "--num-gpu-blocks-override", "20"],
-    ["bench", "{model}", *"--rounds 1 --num-prompts 1 --prompt-tokens 9 --output-tokens 2 --num-warmups 0".split()],
+    ["bench", "{model}", "--num-prompts", "1", "--prompt-tokens", "9", "--output-tokens", "2", "--rounds", "1"],
 ]
 full_device = pytest.mark.skipif(not Path("/dev/full").exists(), reason="the machine has no /dev/full")
 
