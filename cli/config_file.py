@@ -39,7 +39,7 @@ def read_config(text: str) -> ConfigFile:
 
     path = Path(text)
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read `{path}`: {error}") from error
     except yaml.YAMLError as error:

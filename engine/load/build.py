@@ -22,12 +22,13 @@ from typing import BinaryIO
 import msgspec
 
 from ...kernels.cpu.pack import LAYOUT_VERSION, pack, packed_bytes
-from ...kernels.errors import CapacityError, CheckpointError, UnsupportedModel, UsageError
+from ...kernels.errors import CheckpointError, UnsupportedModel, UsageError
 from ...kernels.formats import WeightFormat
 from ...quant.formats.stored import StoredTensor
 from ...quant.tensor import Array
 from .checkpoint import Checkpoint
 from .convert import convert, target_format
+from .disk import NO_SPACE, disk_full
 from .entry import (
     CHAT,
     ENTRY_VERSION,
@@ -50,7 +51,6 @@ from .entry import (
 from .progress import Progress
 
 TEMPORARY = ".building-"
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NOT_EMPTY = (errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -60,19 +60,18 @@ def build_entry(checkpoint: Checkpoint, key: str, dtype: str, packed: Path, prog
 
     Whatever goes wrong, an interrupt included, nothing is left behind.
     """
+    tensors = _layout(checkpoint, dtype)
+    size = max((tensor.offset + tensor.bytes for tensor in tensors), default=HEADER_BYTES)
     try:
         packed.mkdir(parents=True, exist_ok=True)
         remove_abandoned(packed)
         with _temporary_folder(packed) as folder:
-            _write_entry(checkpoint, key, dtype, folder, progress)
+            _write_entry(checkpoint, key, dtype, tensors, size, folder, progress)
             _publish(folder, packed / key)
             _sync(packed)
     except OSError as error:
-        if error.errno in _NO_SPACE:
-            raise CapacityError(
-                f"no space left in `{packed}` for the packed weights of `{checkpoint.source.name}`",
-                "free some, for example with `llmctl models prune`; LLMCTL_CACHE names another folder",
-            ) from error
+        if error.errno in NO_SPACE:
+            raise disk_full(packed, size, f"the packed weights of `{checkpoint.source.name}`") from error
         raise CheckpointError(
             f"cannot write to `{packed}`: {error.strerror or error}", "LLMCTL_CACHE names another folder"
         ) from error
@@ -118,10 +117,17 @@ def _temporary_folder(packed: Path) -> Iterator[Path]:
         os.close(handle)
 
 
-def _write_entry(checkpoint: Checkpoint, key: str, dtype: str, folder: Path, progress: Progress) -> None:
+def _write_entry(
+    checkpoint: Checkpoint,
+    key: str,
+    dtype: str,
+    tensors: tuple[PackedTensor, ...],
+    size: int,
+    folder: Path,
+    progress: Progress,
+) -> None:
     text = checkpoint.load_text()
     tokenizer_json, chat_json = text.tokenizer_json.encode(), msgspec.json.encode(text.chat)
-    tensors = _layout(checkpoint, dtype)
     manifest = Manifest(
         version=ENTRY_VERSION,
         layout=LAYOUT_VERSION,
@@ -132,7 +138,7 @@ def _write_entry(checkpoint: Checkpoint, key: str, dtype: str, folder: Path, pro
         implementation=checkpoint.implementation,
         spec=checkpoint.spec,
         tensors=tensors,
-        bytes=max((tensor.offset + tensor.bytes for tensor in tensors), default=HEADER_BYTES),
+        bytes=size,
         text_bytes=(len(tokenizer_json), len(chat_json)),
         text_digest=text_digest(tokenizer_json, chat_json),
     )

@@ -279,7 +279,9 @@ def test_a_build_that_is_cut_short_leaves_nothing_behind(model_folder, cache, mo
     with pytest.raises((KeyboardInterrupt, CapacityError)) as caught:
         open_packed(source(model_folder), cache=cache)
     if isinstance(failure, OSError):
-        assert "no space left" in caught.value.message and "LLMCTL_CACHE" in caught.value.hint
+        assert f"no space left in `{cache / 'packed'}` for the packed weights of" in caught.value.message
+        assert "bytes), " in caught.value.message and caught.value.message.endswith("bytes) are free")
+        assert "LLMCTL_CACHE" in caught.value.hint
     assert names(cache) == []
 
 
