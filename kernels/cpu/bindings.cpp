@@ -13,6 +13,7 @@
 #include <string>
 
 #include "kv_copy.hpp"
+#include "probe.hpp"
 #include "program.hpp"
 #include "sampler.hpp"
 #include "table.hpp"
@@ -284,6 +285,15 @@ SampleArgs sample_args(const Rows& logits, int vocab_size, Address rows, Address
           at<uint8_t>(finite)};
 }
 
+double run_probe(const std::string& what, long rounds, Address data, std::size_t bytes) {
+  constexpr std::pair<const char*, Probe> known[] = {
+      {"read", Probe::read}, {"fma", Probe::fma}, {"int16", Probe::int16}, {"int8", Probe::int8}};
+  for (const auto& [name, kind] : known) {
+    if (what == name) return probe(kind, rounds, at<const void>(data), bytes);
+  }
+  refuse("unknown probe `" + what + "`");
+}
+
 void set_threads(int threads) {
   require(threads >= 1 && threads <= CPU_SETSIZE, text(threads) + " threads, 1 to " + text(CPU_SETSIZE));
   Pool::instance().set_threads(threads);
@@ -306,6 +316,7 @@ NB_MODULE(_cpu, m) {
   m.def("set_isa", &set_isa, "name"_a);
   m.def("threads", [] { return Pool::instance().threads(); }, Released());
   m.def("set_threads", &set_threads, "threads"_a, Released());
+  m.def("probe", &run_probe, "what"_a, "rounds"_a, "data"_a, "bytes"_a, Released());
   m.def("workspace_bytes", [] { return Workspace::instance().floats() * sizeof(float); });
 
   nb::class_<Batch>(m, "Batch")
