@@ -7,6 +7,14 @@ from .sequence import Sequence
 from .step import ChunkResult
 
 
+def accepted_of(seq: Sequence, chunk: ChunkResult) -> tuple[int, ...]:
+    """The chunk's tokens up to the first that ends the sequence."""
+    for count, token in enumerate(chunk.tokens, 1):
+        if token in seq.request.stop_ids:
+            return chunk.tokens[:count]
+    return chunk.tokens
+
+
 def finish_of(seq: Sequence, tokens: tuple[int, ...]) -> FinishReason | None:
     """Why the sequence, which `tokens` were just added to, is at its end; None if it goes on."""
     if tokens and tokens[-1] in seq.request.stop_ids:
@@ -16,12 +24,12 @@ def finish_of(seq: Sequence, tokens: tuple[int, ...]) -> FinishReason | None:
     return None
 
 
-def logprobs_of(chunk: ChunkResult) -> tuple[TokenLogprobs, ...]:
-    """One entry for each token of the chunk, or none at all."""
+def logprobs_of(chunk: ChunkResult, count: int) -> tuple[TokenLogprobs, ...]:
+    """One entry for each of the chunk's first `count` tokens, or none at all."""
     if not chunk.logprobs:
         return ()
     tops = zip(chunk.top_ids, chunk.top_logprobs) if chunk.top_ids else (((), ()) for _ in chunk.logprobs)
-    return tuple(TokenLogprobs(logprob, *top) for logprob, top in zip(chunk.logprobs, tops))
+    return tuple(TokenLogprobs(logprob, *top) for logprob, top in zip(chunk.logprobs[:count], tops))
 
 
 def output_of(

@@ -23,9 +23,10 @@ from .admission import Admission, rank, victims
 from .draft import Draft, Row
 from .limits import SchedulerConfig
 from .memory import KVMemory
-from .outcome import finish_of, logprobs_of, output_of
+from .outcome import accepted_of, finish_of, logprobs_of, output_of
 from .policy import make_queue
 from .sequence import Phase, Sequence
+from .speculate import Speculator
 from .stats import Counts, SchedulerStats, SequenceState, state_of
 from .step import ChunkResult, Step, StepResult
 from .waiting import WaitingLine
@@ -40,6 +41,7 @@ class Scheduler:
         self._config = config
         self._memory = KVMemory(config.num_blocks, config.block_size, config.enable_prefix_caching, config.eviction_k)
         self._admission = Admission(self._memory)
+        self._speculator = Speculator(config.speculation, self._memory)
         if config.limit < config.max_model_len:
             log.warning(
                 "sequences end at %d tokens, not at %d: there are no more KV blocks", config.limit, config.max_model_len
@@ -101,7 +103,8 @@ class Scheduler:
         for seq in self._running.values():
             todo = seq.todo
             if todo == 1:
-                self._extend(draft, seq)
+                if not self._speculator.waits(seq, len(self._running)):
+                    self._extend(draft, seq)
             elif todo > 1:
                 prefills.append(seq)
         prefills.sort(key=rank)
@@ -117,6 +120,7 @@ class Scheduler:
             draft.promised += self._admission.missing(seq)
         while self._admit(draft, draft.left, whole=False) > 0:
             pass
+        self._counts.scheduled_tokens += self._speculator.extend(draft, self._running.values())
         self._memory.drop_held()
         if not draft.rows:
             assert self._in_flight or not self._live, f"{self._live} sequences live and none can run"
@@ -170,14 +174,18 @@ class Scheduler:
         samples = end == len(seq.tokens) + seq.pending and seq.wants_token
         draft.row(seq, count, samples)
         self._counts.scheduled_tokens += count
-        new = max(end - seq.charged, 0)
-        self._counts.recomputed_tokens += count - new
-        self._queue.served(seq.request.tenant, new)
-        seq.charged += new
         seq.scheduled = end
+        self._counts.recomputed_tokens += count - self._charge(seq)
         seq.in_flight += 1
         seq.pending += samples
         return count
+
+    def _charge(self, seq: Sequence) -> int:
+        """Count the positions that were scheduled for the first time as served to the tenant; how many there were."""
+        new = max(seq.scheduled - seq.charged, 0)
+        self._queue.served(seq.request.tenant, new)
+        seq.charged += new
+        return new
 
     def _admit(self, draft: Draft, allowed: int, whole: bool) -> int:
         """Admit the head of the queue and schedule up to `allowed` of its tokens; 0 if it cannot enter now.
@@ -214,30 +222,53 @@ class Scheduler:
         return used
 
     def _settle(self, row: Row, chunk: ChunkResult) -> Output | None:
-        seq = row.seq
+        seq, drafted = row.seq, len(row.drafts)
         seq.in_flight -= 1
         seq.pending -= row.samples
         if seq.phase is Phase.FINISHED:  # scheduled before its end was known, or aborted
             self._free_slot(seq)
             return None
-        if not chunk.finite:
+        if drafted:
+            self._verified(row, chunk)
+        elif not chunk.finite:
             error = f"the model gave NaN or Inf at position {row.start + row.tokens - 1}"
             return self._end(seq, (), (), FinishReason.ERROR, error)
+        else:
+            assert len(chunk.tokens) == row.samples, f"{len(chunk.tokens)} tokens sampled, expected {int(row.samples)}"
+        tokens = accepted_of(seq, chunk)
+        logprobs = logprobs_of(chunk, len(tokens))
+        seq.tokens.extend(tokens)
         if seq.phase is Phase.RUNNING:
-            seq.computed = row.start + row.tokens
-        assert len(chunk.tokens) == row.samples, f"{len(chunk.tokens)} tokens sampled, expected {int(row.samples)}"
-        seq.tokens.extend(chunk.tokens)
-        finish = finish_of(seq, chunk.tokens)
+            seq.computed = row.start + row.tokens - (drafted + row.samples - len(tokens))
+            if drafted:
+                seq.scheduled = seq.computed
+                self._charge(seq)
+        finish = finish_of(seq, tokens)
         if finish is not None:
-            return self._end(seq, chunk.tokens, logprobs_of(chunk), finish)
-        if chunk.tokens:
+            return self._end(seq, tokens, logprobs, finish)
+        if tokens:
             self._unblock(seq)
         if seq.phase is Phase.RUNNING:
             self._memory.publish(seq)
         elif seq.in_flight == 0:
             self._free_slot(seq)
             self._enqueue(seq)
-        return output_of(seq, self._config.epoch, chunk.tokens, logprobs_of(chunk)) if chunk.tokens else None
+        return output_of(seq, self._config.epoch, tokens, logprobs) if tokens else None
+
+    def _verified(self, row: Row, chunk: ChunkResult) -> None:
+        """Learn from a chunk with drafts.
+
+        A value that is not finite may come from a draft, so it ends nothing: its position is computed again without.
+        """
+        accepted = max(len(chunk.tokens) - 1, 0)
+        assert accepted <= len(row.drafts) and (chunk.tokens or not chunk.finite), (row, chunk)
+        self._counts.drafts += 1
+        self._counts.draft_tokens += len(row.drafts)
+        self._counts.accepted_tokens += accepted
+        if chunk.finite:
+            self._speculator.learn(row.seq, len(row.drafts), accepted)
+        else:
+            self._speculator.stop(row.seq)
 
     def _end(
         self,
@@ -263,6 +294,7 @@ class Scheduler:
             del self._requests[seq.request.id]
         if finish in (FinishReason.STOP, FinishReason.LENGTH):
             self._queue.finished(seq.request.tenant, seq.generated)
+        self._speculator.forget(seq)
         self._unblock(seq)
         self._free_slot(seq)
         return output_of(seq, self._config.epoch, tokens, logprobs, finish, error)

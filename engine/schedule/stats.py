@@ -10,7 +10,10 @@ from .sequence import Phase, Sequence
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Counts now (sequences, blocks summed over groups) and since the start (the rest)."""
+    """Counts now (sequences, blocks summed over groups) and since the start (the rest).
+
+    `drafts` are chunks with `draft_tokens` proposed tokens together, of which `accepted_tokens` stood.
+    """
 
     waiting: int
     running: int
@@ -25,6 +28,9 @@ class SchedulerStats:
     evicted_reused: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
 
 
 @dataclass(slots=True)
@@ -37,6 +43,9 @@ class Counts:
     preemptions: int = 0
     query_tokens: int = 0
     hit_tokens: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
     def stats(self, memory: KVMemory, waiting: int, running: int) -> SchedulerStats:
         """These counts beside how memory stands now."""
@@ -55,6 +64,9 @@ class Counts:
             evicted_reused=tree.evicted_reused,
             prefix_query_tokens=self.query_tokens,
             prefix_hit_tokens=self.hit_tokens,
+            drafts=self.drafts,
+            draft_tokens=self.draft_tokens,
+            accepted_tokens=self.accepted_tokens,
         )
 
 
