@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from ..engine.config import POLICIES, EngineConfig
+from ..engine.config import POLICIES, SPECULATIVE_METHODS, EngineConfig, SpeculativeConfig
 from ..engine.request import SamplingParams
 from ..kernels.errors import UsageError
 from .expand import Built
@@ -56,6 +56,22 @@ def parse_count(value: str | int) -> int:
 def parse_length(value: str | int) -> int:
     """A context length; `auto` and -1 are 0, which means the model's own."""
     return 0 if str(value).strip() in ("auto", "-1") else parse_count(value)
+
+
+def parse_speculation(value: str | SpeculativeConfig) -> SpeculativeConfig:
+    """The config that a method's name gives, or a JSON object such as vLLM takes."""
+    if isinstance(value, SpeculativeConfig):
+        return value
+    text = value.strip()
+    if text in SPECULATIVE_METHODS:
+        return SpeculativeConfig(method=text)
+    try:
+        return SpeculativeConfig.read(msgspec.json.decode(text))
+    except msgspec.DecodeError as error:
+        raise UsageError(
+            f"--speculative-config is neither {' nor '.join(SPECULATIVE_METHODS)} nor JSON: {error}",
+            """write it as '{"method": "ngram", "num_speculative_tokens": 3}'""",
+        ) from error
 
 
 def parse_dtype(text: str) -> str:
@@ -167,6 +183,16 @@ def engine_config(
             "auto: transformers for what our decoder does not know.",
         ),
     ] = _DEFAULT.model_impl,
+    speculative_config: Annotated[
+        SpeculativeConfig,
+        typer.Option(
+            "--speculative-config",
+            parser=parse_speculation,
+            metavar="JSON",
+            help="Guess tokens ahead from what the sequence repeats: ngram, none, or JSON with method, "
+            "num_speculative_tokens, prompt_lookup_max and prompt_lookup_min. The tokens are the same.",
+        ),
+    ] = _DEFAULT.speculative_config,
 ) -> EngineConfig:
     """The checked EngineConfig that these options ask for."""
     config = EngineConfig(
@@ -186,6 +212,7 @@ def engine_config(
         async_depth=async_depth,
         kernels=kernels,
         model_impl=model_impl,
+        speculative_config=speculative_config,
     )
     config.check()
     return config

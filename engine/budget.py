@@ -149,9 +149,10 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int) -> int
     written = (2 if spec.sandwich_norms else 1) * spec.hidden_size + query + 2 * key + 2 * spec.ffn_size
     row = read * (4 + 2) + read // 32 * (4 + 4) + written * 4
     logits = -(-spec.vocab_size // PANEL) * PANEL
-    sequence = 4 * (logits + length + blocks_for(length, config.block_size))
+    sequence = 4 * (length + blocks_for(length, config.block_size))
     rope = (1 if spec.rope_local is None else 2) * length * spec.head_dim * 4
-    return config.max_num_batched_tokens * row + config.max_num_seqs * sequence + rope
+    per_sequence = config.max_num_seqs * sequence + config.max_logit_rows * 4 * logits
+    return config.max_num_batched_tokens * row + per_sequence + rope
 
 
 def _pool_blocks(config: EngineConfig, length: int, room: int, per_token: int, kv: KVFormat) -> int:
