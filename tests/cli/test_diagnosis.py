@@ -1,6 +1,9 @@
 """What `doctor` finds, shows and calls a problem."""
 
 import json
+import re
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -115,3 +118,9 @@ def test_exit_code_says_whether_something_is_wrong(kernels, environment, console
     monkeypatch.setattr(diagnosis, "_problems", lambda *args: problems)
     assert app.run(["doctor", "--json"], console) == code
     assert json.loads(console.stdout.getvalue())["problems"] == list(problems)
+
+
+def test_every_package_that_is_depended_on_is_looked_for():
+    project = tomllib.loads((Path(diagnosis.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    names = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}
+    assert {*diagnosis.NEEDED, *diagnosis.OPTIONAL} == names
