@@ -173,7 +173,7 @@ def engine_config(
         int, _count("--async-depth", text="Steps in flight, 1 or 2; the tokens are the same.")
     ] = _DEFAULT.async_depth,
     kernels: Annotated[
-        str, _name("--kernels", text="auto, generic (no vector instructions) or reference (plain torch, slow).")
+        str, _name("--kernels", text="auto, avx512, avx2, generic (no vector instructions) or reference (plain torch).")
     ] = _DEFAULT.kernels,
     model_impl: Annotated[
         str,

@@ -46,6 +46,12 @@ std::vector<const Table*> tables() {
 #ifdef LLMCTL_HAVE_AVX2
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
     found.push_back(&avx2_table());
+#ifdef LLMCTL_HAVE_AVX512
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) {
+      found.push_back(&avx512_table());
+    }
+#endif
   }
 #endif
   return found;

@@ -12,6 +12,10 @@
 
 namespace llmctl::cpu {
 
+// How far ahead of a tile its weights are asked for, next panel included: the hardware stops at the end of a page, and
+// a thread's panels are one stream.
+constexpr int kPrefetchBytes = 1024;
+
 template <class Isa>
 LLMCTL_INLINE void finish_tile(const LinearArgs& a, const float* sums, int rows, int row, int panel) {
   for (int i = 0; i < rows; ++i) {
@@ -25,28 +29,38 @@ LLMCTL_INLINE void finish_tile(const LinearArgs& a, const float* sums, int rows,
   }
 }
 
-// Runs Tile::run<kRows> over the rows, as high as possible, and over the panels outside: a panel stays in L1 while the
-// rows pass by.
+template <class Isa, class Tile, int kRows>
+LLMCTL_INLINE void run_tile(const LinearArgs& a, int panel, int row, int act_row) {
+  alignas(64) float sums[kRows * kPanel];
+  Tile::template run<kRows>(a, panel, act_row + row, sums);
+  finish_tile<Isa>(a, sums, kRows, row, panel);
+}
+
+// A tile of `rows` rows, one of 1..kMost.
+template <class Isa, class Tile, int kMost>
+LLMCTL_INLINE void run_height(const LinearArgs& a, int rows, int panel, int row, int act_row) {
+  if constexpr (kMost > 0) {
+    if (rows == kMost) {
+      run_tile<Isa, Tile, kMost>(a, panel, row, act_row);
+    } else {
+      run_height<Isa, Tile, kMost - 1>(a, rows, panel, row, act_row);
+    }
+  }
+}
+
+// Runs Tile::run<kRows> over the rows, in the fewest tiles and those of about one height, and over the panels outside: a
+// panel stays in L1 while the rows pass by.
 template <class Isa, class Tile>
 LLMCTL_NOINLINE void linear(const LinearArgs& a, int panel_begin, int panel_end, int row_begin, int row_end,
                             int act_row) {
-  alignas(32) float sums[Tile::kMaxRows * kPanel];
+  const int rows = row_end - row_begin, tiles = (rows + Tile::kMaxRows - 1) / Tile::kMaxRows;
   for (int p = panel_begin; p < panel_end; ++p) {
     int i = row_begin;
-    for (; i + Tile::kMaxRows <= row_end; i += Tile::kMaxRows) {
-      Tile::template run<Tile::kMaxRows>(a, p, act_row + i, sums);
-      finish_tile<Isa>(a, sums, Tile::kMaxRows, i, p);
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int height = rows / tiles + (tile < rows % tiles ? 1 : 0);
+      run_height<Isa, Tile, Tile::kMaxRows>(a, height, p, i, act_row);
+      i += height;
     }
-    const int left = row_end - i;
-    switch (left) {
-      case 5: Tile::template run<least(5, Tile::kMaxRows)>(a, p, act_row + i, sums); break;
-      case 4: Tile::template run<least(4, Tile::kMaxRows)>(a, p, act_row + i, sums); break;
-      case 3: Tile::template run<3>(a, p, act_row + i, sums); break;
-      case 2: Tile::template run<2>(a, p, act_row + i, sums); break;
-      case 1: Tile::template run<1>(a, p, act_row + i, sums); break;
-      default: continue;
-    }
-    finish_tile<Isa>(a, sums, left, i, p);
   }
 }
 
