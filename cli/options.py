@@ -124,7 +124,8 @@ def engine_config(
             "--kv-cache-dtype",
             metavar="TYPE",
             parser=parse_dtype,
-            text="How K and V are stored: auto, float32, float16 or bfloat16.",
+            text="How K and V are stored: auto (16 bits unless weights are float32), float32, float16, bfloat16, or in "
+            "half the memory fp8 (the same as fp8_e4m3), fp8_e5m2, int8 (with a scale per token and head).",
         ),
     ] = _DEFAULT.kv_cache_dtype,
     max_model_len: Annotated[

@@ -172,6 +172,17 @@ struct Avx2 {
     v[1] = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))));
   }
 
+  // ---- 8-bit values in memory
+  LLMCTL_INLINE F load_i8(const int8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_64(p))); }
+  // The value / 256: the exponent keeps its bias when its field is put into a half's. NaN becomes 480 / 256.
+  LLMCTL_INLINE F load_e4m3(const uint8_t* p) {
+    const __m128i moved = _mm_slli_epi16(_mm_cvtepi8_epi16(load_64(p)), 7);
+    return _mm256_cvtph_ps(_mm_and_si128(moved, _mm_set1_epi16(static_cast<int16_t>(0xBFFF))));
+  }
+  LLMCTL_INLINE F load_e5m2(const uint8_t* p) {  // the upper half of a half
+    return _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), load_64(p)));
+  }
+
   // ---- integer dot products over 8 columns
   static constexpr bool kLongSums = false;  // whether a Sum4 is as good as an I for any number of k
   using Codes4 = __m256i;  // 8 columns x 4 consecutive k, one byte each
@@ -215,6 +226,10 @@ struct Avx2 {
   template <class T>
   LLMCTL_INLINE __m128i load_128(const T* p) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  }
+  template <class T>
+  LLMCTL_INLINE __m128i load_64(const T* p) {
+    return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
   }
   LLMCTL_INLINE __m128i pack_16(I v) {
     return _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
@@ -355,6 +370,12 @@ struct Generic {
     v[1] = bits_as<F>(pairs & 0xFFFF0000u);
   }
 
+  LLMCTL_INLINE F load_i8(const int8_t* p) { return to_float(load_signed_bytes(p)); }
+  LLMCTL_INLINE F load_e4m3(const uint8_t* p) {
+    return half_to_float((U(load_signed_bytes(p)) << 7) & 0xBFFFu);
+  }
+  LLMCTL_INLINE F load_e5m2(const uint8_t* p) { return half_to_float((U(load_signed_bytes(p)) << 8) & 0xFFFFu); }
+
   // Bytes of a little-endian word are taken apart by shifts, so that one lane is one column throughout.
   struct Codes4 {
     I k[4];
@@ -399,6 +420,12 @@ struct Generic {
     U v;
     std::memcpy(&v, p, sizeof(v));
     return v;
+  }
+  LLMCTL_INLINE I load_signed_bytes(const void* p) {
+    typedef int8_t Bytes __attribute__((vector_size(8)));
+    Bytes v;
+    std::memcpy(&v, p, sizeof(v));
+    return __builtin_convertvector(v, I);
   }
   LLMCTL_INLINE U load_words(const void* p) {
     Words v;
