@@ -21,6 +21,7 @@ import typer.core
 from .. import __version__
 from ..kernels.errors import LlmctlError
 from .commands.bench import bench
+from .commands.bench_compare import bench_compare
 from .commands.bench_kernels import bench_kernels
 from .commands.chat import chat
 from .commands.doctor import doctor
@@ -83,6 +84,7 @@ app.command()(expand(chat))
 app.command()(expand(quantize))
 app.command()(expand(bench))
 app.command("bench kernels")(bench_kernels)
+app.command("bench compare")(bench_compare)
 app.command()(expand(serve))
 app.command()(expand(plan))
 app.command()(expand(doctor))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 from ...engine.tokenizer import Tokenizer
@@ -29,8 +30,7 @@ def synthetic(build: Build) -> Workload:
     """Sentences of common words."""
     items = []
     for prompt, answer in build.lengths():
-        words = [build.rng.choice(_WORDS) for _ in range(prompt)]
-        text = " ".join(_sentences(words))
+        text = sentences(build.rng, prompt)
         tokenizer = build.asked.tokenizer
         if tokenizer is None:
             items.append(Item(build.text_as_asked(text), answer))
@@ -41,6 +41,12 @@ def synthetic(build: Build) -> Workload:
             ids = tokenizer.encode(text, add_special=False)
         items.append(Item(build.as_asked(ids[:prompt]), answer))
     return build.workload("sentences of common words", items)
+
+
+def sentences(rng: random.Random, count: int) -> str:
+    """`count` common words as sentences of twelve."""
+    words = [rng.choice(_WORDS) for _ in range(count)]
+    return " ".join(_sentences(words))
 
 
 def _sentences(words: list[str]) -> Iterator[str]:

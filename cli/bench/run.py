@@ -129,7 +129,7 @@ async def _server(options: Options, progress: Progress) -> AsyncIterator[_Side]:
     path = asked.endpoint or COMPLETIONS
     tokenizer = None
     if asked.tokenizer:
-        tokenizer = Tokenizer(_packed(asked.tokenizer, progress))
+        tokenizer = Tokenizer(packed_folder(asked.tokenizer, progress))
     async with make_client() as client:
         progress("waiting for the server", 0, 0)
         model, context = await find_model(
@@ -155,7 +155,8 @@ async def _transformers(options: Options, side: _Side, progress: Progress) -> As
         await target.close()
 
 
-def _packed(name: str, progress: Progress) -> Path:
+def packed_folder(name: str, progress: Progress) -> Path:
+    """Where the packed files of a model are, its tokenizer among them; packs it if need be."""
     settings = environment()
     source = resolve(name, environment=settings, progress=progress)
     return open_packed(source, dtype="auto", cache=settings.cache, progress=progress).folder
