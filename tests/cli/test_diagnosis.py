@@ -56,6 +56,12 @@ def test_real_registry_answers_without_torch():
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/", timeout=60)
 
 
+def test_every_package_that_is_depended_on_is_looked_for():
+    project = tomllib.loads((Path(diagnosis.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    names = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}
+    assert {*diagnosis.NEEDED, *diagnosis.OPTIONAL} == names
+
+
 def test_formats_with_one_outcome_share_a_row():
     rows = kernel_rows(
         (
@@ -118,9 +124,3 @@ def test_exit_code_says_whether_something_is_wrong(kernels, environment, console
     monkeypatch.setattr(diagnosis, "_problems", lambda *args: problems)
     assert app.run(["doctor", "--json"], console) == code
     assert json.loads(console.stdout.getvalue())["problems"] == list(problems)
-
-
-def test_every_package_that_is_depended_on_is_looked_for():
-    project = tomllib.loads((Path(diagnosis.__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    names = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}
-    assert {*diagnosis.NEEDED, *diagnosis.OPTIONAL} == names
