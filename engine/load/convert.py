@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.errors import UsageError
+from ...kernels.cpu.pack import packed_bytes
+from ...kernels.errors import UnsupportedModel, UsageError
 from ...kernels.formats import BF16, F16, F32, WeightFormat
+from ...quant.formats.stored import StoredTensor
 from ...quant.tensor import WeightTensor
 
 TARGETS: dict[str, WeightFormat | None] = {"auto": None, "float32": F32, "float16": F16, "bfloat16": BF16}
@@ -15,6 +17,18 @@ TARGETS: dict[str, WeightFormat | None] = {"auto": None, "float32": F32, "float1
 def target_format(stored: WeightFormat, dtype: str) -> WeightFormat:
     """The format that a weight stored like this gets under `--dtype dtype`."""
     return TARGETS[dtype] or stored
+
+
+def packed_form(stored: StoredTensor, dtype: str) -> tuple[WeightFormat, int]:
+    """The format and bytes of a matrix once packed; UnsupportedModel if the kernels have no layout for it."""
+    assert stored.format is not None, stored.name
+    format = target_format(stored.format, dtype)
+    try:
+        return format, packed_bytes(format, *stored.shape)
+    except UsageError as error:
+        raise UnsupportedModel(
+            f"`{stored.name}` of `{stored.path}`: {error.message}", "use --dtype float32, which unpacks it"
+        ) from error
 
 
 def convert(name: str, weight: WeightTensor, target: WeightFormat) -> WeightTensor:
