@@ -1,5 +1,6 @@
 """`llmctl plan`: figures from headers, as tables and as JSON."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from llmctl.engine.config import EngineConfig
 from llmctl.engine.models.arch import DecoderSpec, RopeSpec
 from llmctl.engine.models.families import decoder_tensors
 from llmctl.kernels.cpu.pack import packed_bytes
+from llmctl.kernels.device import read_machine
 from llmctl.kernels.formats import F16, F32, WeightFormat
 from llmctl.quant.formats.stored import StoredTensor
 from tests.engine.quantized import write_quantized
@@ -122,6 +124,48 @@ def test_plan_of_a_decoder_that_only_transformers_has(console, tmp_path):
     assert report["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 2
     state = safetensors.numpy.load_file(folder / "model.safetensors").values()
     assert report["weight_bytes"] == sum(tensor.size * (2 if tensor.ndim == 2 else 4) for tensor in state)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--threads", "2"],
+        ["--seed", "1"],
+        ["--kernels", "generic"],
+        ["--async-depth", "2"],
+        ["--scheduling-policy", "fcfs"],
+        ["--no-enable-prefix-caching"],
+    ],
+    ids=lambda option: option[0],
+)
+def test_option_that_no_figure_depends_on_is_refused(console, checkpoint, option):
+    assert app.run(["plan", str(checkpoint), *option], console) == ExitCode.USAGE
+    assert f"no such option `{option[0]}`" in console.stderr.getvalue()
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--dtype", "float32"],
+        ["--kv-cache-dtype", "float32"],
+        ["--max-model-len", "512"],
+        ["--max-num-seqs", "3"],
+        ["--max-num-batched-tokens", "64"],
+        ["--block-size", "64"],
+        ["--num-gpu-blocks-override", "200"],
+        ["--kv-cache-memory-bytes", "8M"],
+        ["--model-impl", "transformers"],
+    ],
+    ids=lambda option: option[0],
+)
+def test_every_option_of_a_plan_changes_its_figures(make_console, checkpoint, option, monkeypatch):
+    machine = dataclasses.replace(read_machine(), memory_available=1 << 30)
+    monkeypatch.setattr("llmctl.kernels.device.read_machine", lambda: machine)
+    consoles = [make_console(), make_console()]
+    for console, options in zip(consoles, ([], option), strict=True):
+        assert app.run(["plan", str(checkpoint), "--json", *options], console) == ExitCode.OK
+    plain, changed = (json.loads(console.stdout.getvalue()) for console in consoles)
+    assert plain != changed
 
 
 def test_plan_that_does_not_fit_names_what_would(console, checkpoint):
