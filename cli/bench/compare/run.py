@@ -89,7 +89,7 @@ async def run(subjects: Sequence[Subject], prompts: Prompts, settings: Settings,
     shared = [scenario for scenario in prompts.scenarios if not scenario.alone]
     alone = [scenario for scenario in prompts.scenarios if scenario.alone]
     with on_cpus(settings.cpus), running(settings.threads) as servers:
-        async with make_client() as client:
+        async with make_client(keep_alive=False) as client:
             session = _Session(subjects, prompts, settings, servers, client, progress)
             partial = False
             try:
@@ -146,6 +146,11 @@ def findings(samples: Sequence[Sample]) -> list[Finding]:
     foreign = sum(one.cpu.foreign_s for one in samples)
     if foreign > FOREIGN * elapsed:
         message = f"other programs kept {foreign / elapsed:.2f} of the CPUs in use busy"
+        worst = sorted(samples, key=lambda one: -one.cpu.foreign_s / one.cpu.elapsed_s)[:SHOWN_FAULTS]
+        message += ", most during " + ", ".join(
+            f"{one.scenario} of {one.subject} in round {one.round + 1} ({one.cpu.foreign_s / one.cpu.elapsed_s:.2f})"
+            for one in worst
+        )
         found.append(Finding("busy machine", "", message, False))
     return found
 
