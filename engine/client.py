@@ -11,13 +11,8 @@ import itertools
 import logging
 import os
 import queue
-import shutil
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -44,6 +39,7 @@ from .messages import (
     Stats,
     Submit,
 )  # fmt: skip
+from .process import EngineProcess
 from .request import FinishReason, Output, Request
 
 log = logging.getLogger(__name__)
@@ -246,7 +242,8 @@ class LocalClient:
 class ProcessClient:
     """Runs the engine in a process of its own and reaches it over a fresh local socket.
 
-    The constructor waits until the model is loaded; setting `cancelled` makes it give up and raise EngineDead.
+    The constructor waits until the model is loaded; setting `cancelled` makes it give up and raise EngineDead. A
+    process that was `started` already for this very config is taken over, and `epoch` is then its own.
     """
 
     def __init__(
@@ -255,27 +252,19 @@ class ProcessClient:
         epoch: int = 1,
         progress: Progress | None = None,
         cancelled: threading.Event | None = None,
+        started: EngineProcess | None = None,
     ) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="llmctl-"))
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        address = f"ipc://{self._folder}/engine"
-        self._socket.bind(address)
+        self._engine = EngineProcess(config, epoch) if started is None else started
+        self._process, self._socket, self._context = self._engine.process, self._engine.socket, self._engine.context
         self._wake = f"inproc://wake-{id(self)}"
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
-        settings = msgspec.json.encode(config).decode()
-        command = [sys.executable, "-P", "-m", f"{__package__}.worker", address, str(epoch), settings]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         try:
             self.info = self._await_ready(progress, cancelled or threading.Event())
         except BaseException:
-            self._process.terminate()
-            self._release()
+            self._engine.end()
             raise
-        self._open, self._tickets = _Open(epoch), _Tickets()
+        self._open, self._tickets = _Open(self._engine.epoch), _Tickets()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._wake_lock, self._running = threading.Lock(), True
         self._receiver = self._context.socket(zmq.PAIR)
@@ -380,7 +369,7 @@ class ProcessClient:
             self._running = False
             self._sender.close()
         self._receiver.close()
-        self._release()
+        self._engine.release()
 
     def _receive(self) -> bool:
         """Handle one event; whether it says that the engine failed."""
@@ -394,12 +383,6 @@ class ProcessClient:
                 self._process.wait()
                 return True
         return False
-
-    def _release(self) -> None:
-        self._socket.close()
-        self._context.term()
-        self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _rebuild(failed: Failed) -> LlmctlError:
