@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from .client import EngineClient, LocalClient
@@ -32,13 +33,14 @@ def launch(config: EngineConfig, *, process: bool = False, progress: Progress | 
     Raises LlmctlError for a model that cannot be found, read or run here, and for options that do not fit.
     """
     config.check()
-    client: EngineClient
     if process:
-        client = ProcessClient(config, epoch=new_epoch(), progress=progress)
-    else:
-        engine, info = build_engine(config, epoch=new_epoch(), progress=progress)
-        client = LocalClient(engine, info)
-    return face(client, config)
+        return face(ProcessClient(config, epoch=new_epoch(), progress=progress), config)
+    model = _open(config, progress)
+    with ThreadPoolExecutor(1) as beside:  # parsing a vocabulary takes as long as building the engine
+        parsed = beside.submit(Tokenizer, model.folder)
+        engine, info = assemble(config, model, epoch=new_epoch())
+    tokenizer = parsed.result()
+    return Frontend(LocalClient(engine, info), tokenizer, config.seed)
 
 
 def face(client: EngineClient, config: EngineConfig, template: str | None = None) -> Frontend:
@@ -54,12 +56,7 @@ def build_engine(
     record: Callable[[bytes], None] | None = None,
 ) -> tuple[Engine, EngineInfo]:
     """An engine on this thread, for a loop or a test to drive. `record` gets every encoded Step before it runs."""
-    settings = environment()
-    source = resolve_source(config.model, environment=settings, progress=progress)
-    model = open_model(
-        source, implementation=config.model_impl, dtype=config.dtype, cache=settings.cache, progress=progress
-    )
-    return assemble(config, model, epoch=epoch, record=record)
+    return assemble(config, _open(config, progress), epoch=epoch, record=record)
 
 
 def assemble(
@@ -89,6 +86,14 @@ def scheduler_config(plan: Plan, epoch: int) -> SchedulerConfig:
         depth=plan.async_depth,
         speculation=plan.speculation,
         epoch=epoch,
+    )
+
+
+def _open(config: EngineConfig, progress: Progress | None) -> Model:
+    settings = environment()
+    source = resolve_source(config.model, environment=settings, progress=progress)
+    return open_model(
+        source, implementation=config.model_impl, dtype=config.dtype, cache=settings.cache, progress=progress
     )
 
 

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import hashlib
 import itertools
+import logging
 import os
 import secrets
 import shutil
@@ -27,7 +28,7 @@ from ...kernels.cpu.pack import LAYOUT_VERSION, pack
 from ...kernels.errors import CheckpointError
 from ...kernels.ops import PANEL
 from ...quant.formats.stored import StoredTensor
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, open_checkpoint
 from .convert import convert, packed_form, roundings, target_format
 from .disk import NO_SPACE, disk_full
 from .entry import (
@@ -49,12 +50,23 @@ from .entry import (
     read_manifest,
     text_digest,
 )
+from .hub import Source
 from .progress import Progress
+
+log = logging.getLogger(__name__)
 
 TEMPORARY = ".building-"
 _NOT_EMPTY = (errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST)
 _CHUNK_ELEMENTS = 1 << 21
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+def build_from_source(source: Source, key: str, dtype: str, packed: Path, progress: Progress) -> Path:
+    """The folder `packed`/`key`, built from the source; a warning says what of its values is not kept."""
+    checkpoint = open_checkpoint(source)
+    for rounding in roundings(checkpoint.tensors.values(), dtype):
+        log.warning("%s: %s (--dtype float32 keeps every value)", source.name, rounding)
+    return build_entry(checkpoint, key, dtype, packed, progress)
 
 
 def build_entry(checkpoint: Checkpoint, key: str, dtype: str, packed: Path, progress: Progress) -> Path:
