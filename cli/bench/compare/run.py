@@ -27,6 +27,7 @@ from ..report import load_average, versions
 from ..targets import Target
 from ..workload import Item, Salter
 from .figures import SHOWN_FAULTS, Cpu, Line, Sample, compare, sample
+from .lean_transport import LeanTransport
 from .scenarios import Prompts, Scenario
 from .servers import Server, Servers, on_cpus, running
 from .subjects import Subject
@@ -89,7 +90,7 @@ async def run(subjects: Sequence[Subject], prompts: Prompts, settings: Settings,
     shared = [scenario for scenario in prompts.scenarios if not scenario.alone]
     alone = [scenario for scenario in prompts.scenarios if scenario.alone]
     with on_cpus(settings.cpus), running(settings.threads) as servers:
-        async with make_client(keep_alive=False) as client:
+        async with _client(subjects) as client:
             session = _Session(subjects, prompts, settings, servers, client, progress)
             partial = False
             try:
@@ -119,6 +120,12 @@ async def run(subjects: Sequence[Subject], prompts: Prompts, settings: Settings,
         partial=partial,
         samples=tuple(session.samples),
     )
+
+
+def _client(subjects: Sequence[Subject]) -> httpx.AsyncClient:
+    """The cheapest client that can reach all of them; in any case one connection for each request."""
+    plain = all(not subject.url or subject.url.startswith("http://") for subject in subjects)
+    return make_client(LeanTransport() if plain else None, keep_alive=False)
 
 
 def turned(subjects: Sequence[Subject], number: int) -> list[Subject]:
