@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..kernels.errors import UsageError
+from .beam_records import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from .config import EngineConfig, SpeculativeConfig
 from .frontend import Generation
 from .launch import launch
@@ -16,6 +17,7 @@ from .request import FinishReason, Output, Request, SamplingParams, TokenLogprob
 from .tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+PromptDict = Mapping[str, str | Sequence[int]]
 Message = dict[str, str]
 
 _PROMPTS = "a prompt is a text or a list of token ids; several are a list of those"
@@ -127,6 +129,27 @@ class LLM:
         prompts = [self.frontend.chat_prompt(conversation) for conversation in _conversations(messages)]
         return self.generate(prompts, sampling_params or self.frontend.sampling_defaults)
 
+    def beam_search(
+        self, prompts: Prompt | PromptDict | Sequence[Prompt | PromptDict], params: BeamSearchParams
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best continuations of each prompt, found as transformers' `generate` with num_beams does.
+
+        A prompt may also be vLLM's dict with `prompt` or `prompt_token_ids`.
+        """
+        results = self.generate([_plain(each) for each in _listed(prompts)], params.sampling())
+        return [
+            BeamSearchOutput(tuple(self._hypothesis(result, one, params) for one in result.outputs))
+            for result in results
+        ]
+
+    def _hypothesis(self, result: RequestOutput, one: CompletionOutput, params: BeamSearchParams) -> BeamSearchSequence:
+        tokens = (*result.prompt_token_ids, *one.token_ids)
+        stopped = one.finish_reason is FinishReason.STOP and not params.include_stop_str_in_output
+        text = self.get_tokenizer().decode(list(tokens[:-1] if stopped else tokens))
+        total = one.cumulative_logprob or 0.0
+        score = total / max(1, len(one.token_ids)) ** params.length_penalty
+        return BeamSearchSequence(tokens, text, one.logprobs or (), total, score, one.finish_reason, one.error)
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.frontend.tokenizer
@@ -194,7 +217,7 @@ class _Collector:
         for index, finish in enumerate(self._finish):
             assert finish is not None, f"sequence {index} of {request.id} has not finished"
             logprobs = tuple(self._logprobs[index])
-            total = sum(entry.logprob for entry in logprobs) if wanted else None
+            total = sum(entry.logprob for entry in logprobs) if logprobs else None
             text = "".join(self._texts[index])
             tokens = tuple(self._tokens[index])
             error = self._errors[index]
@@ -221,6 +244,21 @@ def _prompts(given: object) -> list[Prompt]:
         if not isinstance(item, str) and not all(map(_is_token, _items(item, f"prompt {number} is"))):
             raise UsageError(f"prompt {number} is {_shown(item)}", _PROMPTS)
     return items
+
+
+def _listed(prompts: object) -> list[Any]:
+    """The prompts one by one, vLLM's dicts among them left as they are."""
+    items = [prompts] if isinstance(prompts, str | Mapping) else _items(prompts, "prompts are")
+    return [items] if items and all(_is_token(item) for item in items) else items
+
+
+def _plain(prompt: Prompt | PromptDict) -> Prompt:
+    """A prompt out of vLLM's dict, if it is one that says nothing else."""
+    if isinstance(prompt, Mapping) and len(prompt) == 1:
+        for name in ("prompt", "prompt_token_ids"):
+            if name in prompt:
+                return prompt[name]
+    return prompt  # type: ignore[return-value]  # what is no prompt is refused where all prompts are read
 
 
 def _conversations(given: object) -> list[list[Message]]:

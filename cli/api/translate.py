@@ -91,6 +91,8 @@ def _texts(parts: list[Part], where: str) -> list[str]:
 
 def _sampling(asked: Generate, defaults: SamplingParams, changes: dict[str, object]) -> SamplingParams:
     given = msgspec.structs.asdict(asked)
+    if asked.use_beam_search:  # what the model's makers recommend is for sampling
+        defaults = SamplingParams(max_tokens=defaults.max_tokens)
     changes |= {name: given[name] for name in _SHARED if name not in changes}
     changes["stop"] = _stops(asked.stop)
     if asked.stop_token_ids is not None:

@@ -39,9 +39,11 @@ class Draft:
         self.rows: list[Row] = []
         self._admits: list[Admit] = []
         self._copies: list[Copy] = []
+        self._told: list[Sequence] = []
 
     def admit(self, seq: Sequence, start: Start, target: Column | None) -> None:
         """Tell the runner of a sequence that was given a slot, and of the copy into `target` that it starts with."""
+        self._told.append(seq)
         self._admits.append(Admit(seq.slot, _int32(seq.tokens), seq.prompt_len, slot_sampling(seq.request, seq.index)))
         if target is not None:
             assert start.source is not None
@@ -60,10 +62,9 @@ class Draft:
         self.left -= len(drafts)
 
     def freeze(self, index: int, drop: tuple[int, ...]) -> Step:
-        """The finished Step. Blocks are announced here, once per sequence and group."""
+        """The finished Step. Blocks are announced here, once per sequence and group, also of one that got no row."""
         tables: list[TableDelta] = []
-        for row in self.rows:
-            seq = row.seq
+        for seq in (*self._told, *(row.seq for row in self.rows)):
             if len(seq.blocks) > seq.announced:
                 for group, blocks in enumerate(zip(*seq.blocks[seq.announced :])):
                     tables.append(TableDelta(seq.slot, group, blocks))

@@ -53,3 +53,23 @@ class SchedulerConfig:
                 f"{self.block_size} tokens, there are {min(self.num_blocks)}",
                 "shorten the prompt, or raise --kv-cache-memory-bytes",
             )
+        if request.sampling.use_beam_search:
+            self._check_beams(request)
+
+    def _check_beams(self, request: Request) -> None:
+        """CapacityError if the beams could not all run at once, each with blocks of its own after the prompt."""
+        width, prompt = request.sampling.beam_width, len(request.prompt)
+        if width > self.max_running:
+            raise CapacityError(
+                f"{width} beams run at once, this engine runs {self.max_running} sequences",
+                f"use at most {self.max_running} beams, or raise --max-num-seqs",
+            )
+        new = min(request.max_tokens, self.limit - prompt)
+        shared = prompt // self.block_size
+        needed = shared + width * (-(-(prompt + new - 1) // self.block_size) - shared)
+        if needed > min(self.num_blocks):
+            raise CapacityError(
+                f"{width} beams of {new} tokens after a prompt of {prompt} may need {needed} KV blocks of "
+                f"{self.block_size} tokens, there are {min(self.num_blocks)}",
+                "use fewer beams or a smaller max_tokens, or raise --kv-cache-memory-bytes",
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..request import FinishReason, Output, TokenLogprobs
+from .beam_search import Hypothesis
 from .sequence import Sequence
 from .step import ChunkResult
 
@@ -50,5 +51,20 @@ def output_of(
         logprobs=logprobs,
         finish=finish,
         cached_tokens=seq.leader.cached_tokens,
+        error=error,
+    )
+
+
+def hypothesis_output(leader: Sequence, index: int, epoch: int, found: Hypothesis, error: str = "") -> Output:
+    """The one Output of hypothesis `index` of a beam search: all its tokens, always with their logprobs."""
+    return Output(
+        request_id=leader.request.id,
+        index=index,
+        epoch=epoch,
+        first=0,
+        tokens=found.tokens,
+        logprobs=found.logprobs,
+        finish=found.finish,
+        cached_tokens=leader.cached_tokens,
         error=error,
     )

@@ -41,7 +41,7 @@ class Sequence:
     goal       positions to compute in a whole life: the last token allowed needs no KV
     blocks     per logical block, one physical block of every KV group
     borrowed   how many leading entries of `blocks` were another's when this sequence was admitted
-    announced  how many entries of `blocks` the runner knows
+    announced  how many entries of `blocks` the runner knows; -1: it must be told all of the sequence again
     scheduled  positions scheduled since admission, those of steps in flight included; drafts too, which are taken
                back when they are rejected
     computed   positions whose step's result was seen: their KV is final
@@ -109,7 +109,18 @@ class Sequence:
 
         Not above 0 while drafts are being verified, since what comes after them is not known.
         """
-        return min(len(self.tokens) + self.pending, self.goal) - self.scheduled
+        ahead = 0 if self.is_beam else self.pending
+        return min(len(self.tokens) + ahead, self.goal) - self.scheduled
+
+    @property
+    def is_beam(self) -> bool:
+        """Whether the sequence is one of a beam search: which token follows depends on the other beams."""
+        return self.request.sampling.use_beam_search
+
+    @property
+    def unit(self) -> int:
+        """What is preempted as one: the order of this sequence, or of its leader for the beams of one search."""
+        return self.leader.order if self.is_beam else self.order
 
     @property
     def wants_token(self) -> bool:
@@ -133,9 +144,10 @@ class Sequence:
 def slot_sampling(request: Request, index: int) -> SlotSampling:
     """What the sampler needs for sequence `index`, every default resolved."""
     asked = request.sampling
+    wanted = -1 if asked.logprobs is None else asked.logprobs
     bias = sorted(asked.logit_bias.items())
     return SlotSampling(
-        temperature=asked.temperature,
+        temperature=0.0 if asked.use_beam_search else asked.temperature,
         top_k=max(asked.top_k, 0),
         top_p=asked.top_p,
         min_p=asked.min_p,
@@ -143,7 +155,7 @@ def slot_sampling(request: Request, index: int) -> SlotSampling:
         presence_penalty=asked.presence_penalty,
         frequency_penalty=asked.frequency_penalty,
         seed=mix_seed(request.seed, index),
-        logprobs=-1 if asked.logprobs is None else asked.logprobs,
+        logprobs=max(wanted, asked.beam_width + len(request.stop_ids)) if asked.use_beam_search else wanted,
         bias_ids=tuple(token for token, _ in bias),
         bias_values=tuple(value for _, value in bias),
         banned_until=asked.min_tokens if request.stop_ids else 0,

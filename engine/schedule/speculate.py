@@ -62,6 +62,8 @@ class Speculator:
         added = 0
         for turn, place in enumerate(sampling):
             seq = draft.rows[place].seq
+            if seq.is_beam:
+                continue
             state = self._state(seq)
             share = -(-left // (len(sampling) - turn))
             count = self._fitting(seq, min(state.allowed, share, seq.goal - seq.scheduled), spare)

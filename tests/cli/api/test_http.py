@@ -133,6 +133,34 @@ def test_a_prompt_that_cannot_work_is_a_bad_request(http, change):
     assert error["param"] == next(name for name in ("suffix", "best_of", "logprobs", "prompt") if name in change)
 
 
+def test_beams_come_best_first_whole_and_streamed_through_both_endpoints(http):
+    beams = {"use_beam_search": True, "best_of": 4, "n": 2, "length_penalty": 0.5, "early_stopping": "never"}
+    body = {"prompt": "hello", "max_tokens": 8, "logprobs": 0, **beams}
+    choices = http.post("/v1/completions", json=body).json()["choices"]
+    sums = [sum(choice["logprobs"]["token_logprobs"]) for choice in choices]
+    scores = [total / len(choice["logprobs"]["tokens"]) ** 0.5 for total, choice in zip(sums, choices)]
+    assert len(choices) == 2 and scores == sorted(scores, reverse=True)
+    texts = ["", ""]
+    for line in http.post("/v1/completions", json={**body, "stream": True}).text.splitlines():
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                texts[choice["index"]] += choice["text"]
+    assert texts == [choice["text"] for choice in choices]
+    wide = {"messages": HELLO, "max_tokens": 5, "n": 3, "use_beam_search": True}
+    answers = http.post(CHAT, json=wide).json()["choices"]
+    assert len({answer["message"]["content"] for answer in answers}) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [({"temperature": 0.5}, "temperature"), ({"best_of": 1}, "best_of"), ({"early_stopping": "soon"}, "early_stopping"),
+     ({"stop": "x"}, "stop"), ({"top_p": 0.5}, "top_p")],
+)  # fmt: skip
+def test_a_field_that_a_beam_search_cannot_honour_is_a_bad_request(http, change, param):
+    body = {"prompt": "x", "n": 2, "use_beam_search": True, **change}
+    assert refusal(http.post("/v1/completions", json=body), 400)["param"] == param
+
+
 def test_more_sequences_than_the_server_ever_holds_are_refused(http):
     prompts = ["x"] * 1200
     assert "at most 1088" in refusal(http.post("/v1/completions", json={"prompt": prompts}), 400)["message"]

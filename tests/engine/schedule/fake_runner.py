@@ -7,6 +7,7 @@ reusing a wrong block is caught where it happens. The next token is a pure funct
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -33,6 +34,13 @@ class FakeModel:
 
     def finite(self, history: int) -> bool:
         return self.bad_every == 0 or hash((history, -7)) % self.bad_every != 0
+
+    def ranked(self, history: int, count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """The likeliest tokens after a history, with logprobs that make a distribution."""
+        weights = {token: 1.0 + hash((history, token, -9)) % 1000 for token in range(self.vocab)}
+        order = sorted(weights, key=lambda token: (-weights[token], token))[:count]
+        total = sum(weights.values())
+        return tuple(order), tuple(math.log(weights[token] / total) for token in order)
 
     def sample(self, history: int, last: int, seed: int, banned: Iterable[int] = ()) -> int:
         if hash((history, -8)) % 8 < self.repeats:
@@ -173,7 +181,11 @@ class FakeRunner:
         elif not finite:
             slot.tokens.append(0)  # whatever was sampled: a step in flight may feed it
         logprobs = tuple(float(-token) for token in tokens) if slot.sampling.logprobs >= 0 else ()
-        return ChunkResult(chunk.slot, tuple(tokens), finite, logprobs)
+        count = slot.sampling.logprobs
+        if count <= 0 or not finite or chunk.drafts:
+            return ChunkResult(chunk.slot, tuple(tokens), finite, logprobs)
+        ids, values = self.model.ranked(slot.history(end - 1), count)
+        return ChunkResult(chunk.slot, tuple(tokens), finite, logprobs, (ids,), (values,))
 
 
 @dataclass
