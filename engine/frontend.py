@@ -42,6 +42,7 @@ class TextDelta:
     text: str
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with sequence 0's first delta, if they were asked for
     finish: FinishReason | None = None
     error: str = ""
     usage: Usage | None = None
@@ -258,6 +259,7 @@ class TextAssembler:
             "".join(pieces),
             output.tokens[:taken],
             output.logprobs[:taken],
+            output.prompt_logprobs,
             finish,
             output.error,
             None if finish is None else self._usage(sequence),

@@ -85,6 +85,7 @@ def scheduler_config(plan: Plan, epoch: int) -> SchedulerConfig:
         policy=plan.scheduling_policy,
         depth=plan.async_depth,
         speculation=plan.speculation,
+        max_logit_rows=plan.max_logit_rows,
         epoch=epoch,
     )
 

@@ -44,13 +44,17 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A prompt and its completions, `outputs` in order of index."""
+    """A prompt and its completions, `outputs` in order of index.
+
+    `prompt_logprobs`, if asked for, has one entry per token of the prompt; the first has no probability and is None.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     num_cached_tokens: int
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 class LLM:
@@ -198,6 +202,7 @@ class _Collector:
         self._finish: list[FinishReason | None] = [None] * count
         self._errors = [""] * count
         self._cached = 0
+        self._prompt: tuple[TokenLogprobs, ...] = ()
 
     def push(self, output: Output) -> None:
         delta = self.generation.take(output)
@@ -206,6 +211,7 @@ class _Collector:
         self._texts[delta.index].append(delta.text)
         self._tokens[delta.index].extend(delta.tokens)
         self._logprobs[delta.index].extend(delta.logprobs)
+        self._prompt = self._prompt or delta.prompt_logprobs
         self._cached = max(self._cached, output.cached_tokens)
         self._finish[delta.index] = delta.finish or self._finish[delta.index]
         self._errors[delta.index] = delta.error
@@ -224,7 +230,8 @@ class _Collector:
             completions.append(
                 CompletionOutput(index, text, tokens, total, logprobs if wanted else None, finish, error)
             )
-        return RequestOutput(request.id, prompt, request.prompt, tuple(completions), self._cached)
+        of_prompt = None if request.sampling.prompt_logprobs is None else (None, *self._prompt)
+        return RequestOutput(request.id, prompt, request.prompt, tuple(completions), self._cached, of_prompt)
 
 
 def _speculation(given: SpeculativeConfig | dict[str, str | int] | None) -> SpeculativeConfig:

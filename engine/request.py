@@ -45,6 +45,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     log-probability of each chosen token and of that many most likely ones (0: only the chosen one). `seed` None draws
     one at admission. `stop` strings are not part of the returned text unless `include_stop_str_in_output`.
 
+    `prompt_logprobs` asks for the same of the prompt's tokens, the first excepted. Logits are computed for every
+    position then, so such a request does not use the prefix cache: a cached position has K and V, but no logits.
+
     With `use_beam_search` nothing is sampled: `best_of` beams (as many as `n` if it is None) are followed, and the n
     best hypotheses come back, best first, by sum of logprobs / tokens ** length_penalty. `early_stopping` is
     transformers': True stops at `best_of` finished hypotheses, False where none is likely to get better, "never" where
@@ -68,6 +71,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     use_beam_search: bool = False
@@ -180,6 +184,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("frequency_penalty", -2.0, 2.0),
     ("seed", -(1 << 63), (1 << 64) - 1),
     ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
 )
 
 
@@ -219,6 +224,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     epoch    which start of the engine produced it
     index    which of the request's n sequences
     first    index of tokens[0] among the sequence's generated tokens
+    prompt_logprobs  of the prompt's tokens after the first, if they were asked for; with sequence 0's first output
     """
 
     request_id: str
@@ -227,6 +233,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     first: int
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish: FinishReason | None = None
     cached_tokens: int = 0  # prompt tokens served by the prefix cache
     error: str = ""

@@ -114,6 +114,7 @@ class Answer(Response):
     async def _stream(self, deltas: Deltas, shape: Shape, tally: Tally, events: EventStream) -> None:
         gathered = [_Gathered() for _ in range(self._job.sequences)]
         opened_choices: set[int] = set()
+        of_prompts: dict[int, tuple[TokenLogprobs, ...]] = {}  # they come with the first delta of each request
         while not deltas.finished:
             item = await deltas.next(PING_S)
             if item is None:
@@ -121,10 +122,11 @@ class Answer(Response):
                 continue
             choice, delta = self._note(*item, tally)
             gathered[choice].add(delta)
+            of_prompt = of_prompts.setdefault(item[0], delta.prompt_logprobs)
             chunks: list[bytes | None] = []
             if choice not in opened_choices:
                 opened_choices.add(choice)
-                chunks.append(shape.opening(choice))
+                chunks.append(shape.opening(choice, of_prompt))
             if delta.text or delta.finish is not None:
                 piece = gathered[choice].take()
                 if piece.text or (piece.tokens and self._job.details):
@@ -139,15 +141,20 @@ class Answer(Response):
     async def _whole(self, deltas: Deltas, shape: Shape, tally: Tally) -> bytes:
         gathered = [_Gathered() for _ in range(self._job.sequences)]
         finishes: dict[int, FinishReason] = {}
+        of_prompts: dict[int, tuple[TokenLogprobs, ...]] = {}
         while not deltas.finished:
             item = await deltas.next(PING_S)
             if item is None:
                 continue
             choice, delta = self._note(*item, tally)
             gathered[choice].add(delta)
+            of_prompts.setdefault(item[0], delta.prompt_logprobs)
             if delta.finish is not None:
                 finishes[choice] = delta.finish
-        choices = [(gathered[choice].take(), finishes[choice]) for choice in range(self._job.sequences)]
+        choices = [
+            (gathered[choice].take(of_prompts[choice // self._job.samples]), finishes[choice])
+            for choice in range(self._job.sequences)
+        ]
         return shape.whole(choices, tally.usage())
 
     def _note(self, which: int, delta: TextDelta, tally: Tally) -> tuple[int, TextDelta]:
@@ -204,8 +211,8 @@ class _Gathered:
         self._tokens += delta.tokens
         self._logprobs += delta.logprobs
 
-    def take(self) -> Piece:
-        piece = Piece("".join(self._texts), tuple(self._tokens), tuple(self._logprobs))
+    def take(self, of_prompt: tuple[TokenLogprobs, ...] = ()) -> Piece:
+        piece = Piece("".join(self._texts), tuple(self._tokens), tuple(self._logprobs), of_prompt)
         for gathered in (self._texts, self._tokens, self._logprobs):
             gathered.clear()
         return piece

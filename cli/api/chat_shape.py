@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ...engine.request import FinishReason
+from ...engine.request import FinishReason, TokenLogprobs
 from ...engine.tokenizer import Tokenizer
 from .responses import (
     ChatChoice,
@@ -40,7 +40,7 @@ class ChatShape:
         self._heading, self._tokenizer = heading, tokenizer
         self._logprobs, self._chunk_usage, self._prompt = logprobs, chunk_usage, prompt
 
-    def opening(self, choice: int) -> bytes:
+    def opening(self, choice: int, of_prompt: tuple[TokenLogprobs, ...]) -> bytes:
         """The assistant's role."""
         delta = Delta(role="assistant", content="", refusal=None)
         chunk = self._chunk([ChatChunkChoice(choice, delta)], self._chunk_usage)

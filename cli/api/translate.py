@@ -38,12 +38,9 @@ def chat_sampling(asked: ChatRequest, defaults: SamplingParams) -> SamplingParam
 def completion_sampling(asked: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
     """How to sample for a completion request."""
     _check_logprobs(asked.logprobs, "logprobs")
-    if asked.echo and asked.logprobs is not None:
-        raise ApiError(
-            400, "`echo` with `logprobs` is not supported: there are no logprobs of the prompt", param="logprobs"
-        )
+    of_prompt = asked.logprobs if asked.echo else None
     limit = DEFAULT_COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
-    return _sampling(asked, defaults, {"max_tokens": limit, "logprobs": asked.logprobs})
+    return _sampling(asked, defaults, {"max_tokens": limit, "logprobs": asked.logprobs, "prompt_logprobs": of_prompt})
 
 
 def completion_prompts(asked: CompletionRequest) -> list[str | list[int]]:

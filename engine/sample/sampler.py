@@ -17,6 +17,8 @@ from ...kernels.ops import MAX_TOP, SAMPLE_ROW, F32Array, SampleArgs
 from ..schedule.step import Chunk, ChunkResult
 from .slots import Slots
 
+_CERTAIN = np.full(1, np.inf, np.float32)
+
 
 class Sampler:
     """Samples the logits rows of a step's chunks and writes the new tokens into the slots."""
@@ -55,6 +57,10 @@ class Sampler:
                 rows[row] = slots.sampling[chunk.slot]
                 record = rows[row]
                 length = chunk.start + offset + 1
+                if offset - chunk.logits_from < chunk.known:
+                    self._force(record, chunk.slot, length)
+                    row += 1
+                    continue
                 generated = length - int(record["prompt_len"])
                 banned = generated < slots.banned_until[chunk.slot]
                 ids, values = (slots.banned_bias if banned else slots.bias)[chunk.slot]
@@ -63,6 +69,21 @@ class Sampler:
                 record["bias_ids"], record["bias_values"] = ids.ctypes.data, values.ctypes.data
                 row += 1
         return row
+
+    def _force(self, record: np.void, slot: int, length: int) -> None:
+        """Let a row choose the token that the sequence has after its first `length` ones.
+
+        The kernel reports the logprob of what it chooses, from the raw logits: so a known token's logprob has the bits
+        that it would have if it had been sampled.
+        """
+        record["length"] = length
+        record["temperature"] = 0.0
+        record["repetition_penalty"] = 1.0
+        record["presence_penalty"] = record["frequency_penalty"] = 0.0
+        record["num_bias"] = 1
+        tokens = self._slots.tokens
+        record["bias_ids"] = tokens.ctypes.data + slot * tokens.strides[0] + length * tokens.strides[1]
+        record["bias_values"] = _CERTAIN.ctypes.data
 
     def _accept(self, chunk: Chunk, row: int, wanted: int) -> ChunkResult:
         if not wanted:

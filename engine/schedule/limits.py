@@ -24,12 +24,18 @@ class SchedulerConfig:
     epoch: int = 0
     eviction_k: int = 2  # K of LRU-K; 1 is LRU
     speculation: SpeculativeConfig = NO_SPECULATION
+    max_logit_rows: int = 0  # rows with logits in one step; 0: as many as tokens
     tenant_weights: tuple[tuple[str, float], ...] = ()  # shares of the fair queue; 1 for who is not named
 
     @property
     def limit(self) -> int:
         """Tokens that one sequence can have, prompt and answer: by the context, or by the smallest pool."""
         return min(self.max_model_len, min(self.num_blocks) * self.block_size)
+
+    @property
+    def logit_rows(self) -> int:
+        """Rows of one step that may have logits."""
+        return self.max_logit_rows or self.max_num_batched_tokens
 
     @property
     def max_running(self) -> int:

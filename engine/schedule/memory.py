@@ -44,8 +44,11 @@ class KVMemory:
         return -(-tokens // self.block_size)
 
     def find(self, seq: Sequence) -> Start:
-        """The longest start the tree has for the sequence's tokens; at least one token stays to be computed."""
-        hit = self.tree.find(seq.request.salt, seq.tokens, len(seq.tokens) - 1)
+        """The longest start the tree has for the sequence's tokens; at least one token stays to be computed.
+
+        So does every position of a prompt whose logprobs are wanted and have not been computed.
+        """
+        hit = self.tree.find(seq.request.salt, seq.tokens, seq.reusable)
         columns = tuple(node.blocks for node in hit.nodes)
         if hit.partial is None:
             return Start(columns, nodes=hit.nodes)

@@ -25,7 +25,7 @@ from .beams import Beams, Joining, places
 from .draft import Draft, Row
 from .limits import SchedulerConfig
 from .memory import KVMemory, Start
-from .outcome import accepted_of, finish_of, hypothesis_output, logprobs_of, output_of
+from .outcome import accepted_of, finish_of, hypothesis_output, logprobs_of, not_finite, output_of, take_known
 from .policy import make_queue
 from .sequence import Phase, Sequence
 from .speculate import Speculator
@@ -105,7 +105,7 @@ class Scheduler:
         """The next step, or None while nothing can run: no work, or results have to come first."""
         if len(self._in_flight) >= self._config.depth:
             return None
-        draft = Draft(self._config.max_num_batched_tokens)
+        draft = Draft(self._config.max_num_batched_tokens, self._config.logit_rows)
         for victim in victims(self._running.values(), self._memory, [each.seq for each in self._beams.joining()]):
             self._preempt(victim)
         for joining in self._beams.joining():
@@ -226,19 +226,30 @@ class Scheduler:
 
     def _extend(self, draft: Draft, seq: Sequence) -> int:
         """Schedule as much of a running sequence as tokens and blocks allow; how many tokens that is."""
-        end = seq.scheduled + min(seq.todo, draft.left)
-        count = min(self._memory.grow(seq, end), end) - seq.scheduled
-        if count <= 0:
+        start = seq.scheduled
+        end = start + min(seq.todo, draft.left)
+        if seq.known_in(start, end) > draft.logits_left:
+            end = max(start, seq.probed) + draft.logits_left
+        if self._samples(seq, end) and seq.known_in(start, end) == draft.logits_left:
+            end -= 1
+        end = min(self._memory.grow(seq, end), end)
+        if end <= start:
             return 0
-        end = seq.scheduled + count
-        samples = end == len(seq.tokens) + seq.pending and seq.wants_token
-        draft.row(seq, count, samples)
+        count = end - start
+        samples, known = self._samples(seq, end), seq.known_in(start, end)
+        draft.row(seq, count, samples, known)
+        seq.probed += known
         self._counts.scheduled_tokens += count
         seq.scheduled = end
         self._counts.recomputed_tokens += count - self._charge(seq)
         seq.in_flight += 1
         seq.pending += samples
         return count
+
+    @staticmethod
+    def _samples(seq: Sequence, end: int) -> bool:
+        """Whether computing up to `end` gives a token that may be accepted."""
+        return end == len(seq.tokens) + seq.pending and seq.wants_token
 
     def _charge(self, seq: Sequence) -> int:
         """Count the positions that were scheduled for the first time as served to the tenant; how many there were."""
@@ -252,7 +263,7 @@ class Scheduler:
 
         `whole`: only if all of its known tokens can be computed in this step.
         """
-        if allowed <= 0 or not self._may_admit:
+        if allowed <= 0 or draft.logits_left == 0 or not self._may_admit:
             return 0
         head = self._waiting.head()
         if head is None or (whole and head[1].prompt > allowed):
@@ -288,12 +299,12 @@ class Scheduler:
         if drafted:
             self._verified(row, chunk)
         elif not chunk.finite:
-            error = f"the model gave NaN or Inf at position {row.start + row.tokens - 1}"
-            return self._end(seq, (), (), FinishReason.ERROR, error)
+            return self._end(seq, (), (), FinishReason.ERROR, not_finite(row, chunk))
         else:
-            assert len(chunk.tokens) == row.samples, f"{len(chunk.tokens)} tokens sampled, expected {int(row.samples)}"
+            assert len(chunk.tokens) == row.samples + row.known, f"{len(chunk.tokens)} tokens for {row}"
+        chunk = take_known(row, chunk)
         tokens = accepted_of(seq, chunk)
-        logprobs = logprobs_of(chunk, len(tokens))
+        logprobs = logprobs_of(seq, chunk, len(tokens))
         seq.tokens.extend(tokens)
         if seq.phase is Phase.RUNNING:
             seq.computed = row.start + row.tokens - (drafted + row.samples - len(tokens))
@@ -322,13 +333,15 @@ class Scheduler:
             return ()
         group = self._beams.of(seq)
         if seq.phase is Phase.PREEMPTED:
+            if chunk.finite:
+                take_known(row, chunk)
             self._free_slot(seq)
             if not any(each.in_flight for each in group.members):
                 self._enqueue(group.head)
             return ()
         if not chunk.finite:
-            error = f"the model gave NaN or Inf at position {row.start + row.tokens - 1}"
-            return self._end_search(seq, FinishReason.ERROR, error)
+            return self._end_search(seq, FinishReason.ERROR, not_finite(row, chunk))
+        chunk = take_known(row, chunk)
         seq.computed = row.start + row.tokens
         self._memory.publish(seq)
         if not row.samples:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 
-from ..request import Request
+from ..request import Request, TokenLogprobs
 from .blocks import IllegalTransition
 from .prefix import Column, Node
 from .step import SlotSampling
@@ -48,6 +48,7 @@ class Sequence:
     pending    tokens being sampled by steps in flight, those that depend on drafts not counted
     in_flight  steps in flight that have a chunk of this sequence
     published  full blocks known to the prefix tree, the last of them as `cursor`
+    probed     prompt positions that were scheduled with logits, for `prompt_logprobs`, which has those that came back
     charged    positions that were ever scheduled: recomputing is not the tenant's fault
     """
 
@@ -67,7 +68,9 @@ class Sequence:
         "order",
         "pending",
         "phase",
+        "probed",
         "prompt_len",
+        "prompt_logprobs",
         "published",
         "request",
         "scheduled",
@@ -85,6 +88,8 @@ class Sequence:
         self.prompt_len = len(request.prompt)
         self.max_new = max(0, min(request.max_tokens, limit - self.prompt_len))
         self.goal = self.prompt_len + max(self.max_new - 1, 0)
+        if self.wants_prompt and self.max_new == 0:
+            self.goal = max(self.prompt_len - 1, 1)  # logits after the last token are of no use
         self.slot = -1
         self.blocks: list[Column] = []
         self.borrowed = 0
@@ -95,6 +100,8 @@ class Sequence:
         self.in_flight = 0
         self.published = 0
         self.cursor: Node | None = None
+        self.probed = 0
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.charged = 0
         self.cached_tokens = 0
 
@@ -111,6 +118,24 @@ class Sequence:
         """
         ahead = 0 if self.is_beam else self.pending
         return min(len(self.tokens) + ahead, self.goal) - self.scheduled
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether this sequence gives the request's prompt logprobs."""
+        return self is self.leader and self.request.sampling.prompt_logprobs is not None
+
+    @property
+    def reusable(self) -> int:
+        """Known tokens whose positions a cache may give: not the last, and none whose logits are still wanted."""
+        return min(len(self.tokens) - 1, self.probed) if self._unprobed else len(self.tokens) - 1
+
+    def known_in(self, start: int, end: int) -> int:
+        """How many of the positions start .. end - 1, the last ones, have to give logprobs of the next prompt token."""
+        return max(0, min(end, self.prompt_len - 1) - max(start, self.probed)) if self._unprobed else 0
+
+    @property
+    def _unprobed(self) -> bool:
+        return self.wants_prompt and self.probed < self.prompt_len - 1
 
     @property
     def is_beam(self) -> bool:
@@ -145,6 +170,8 @@ def slot_sampling(request: Request, index: int) -> SlotSampling:
     """What the sampler needs for sequence `index`, every default resolved."""
     asked = request.sampling
     wanted = -1 if asked.logprobs is None else asked.logprobs
+    if index == 0 and asked.prompt_logprobs is not None:
+        wanted = max(wanted, asked.prompt_logprobs)
     bias = sorted(asked.logit_bias.items())
     return SlotSampling(
         temperature=0.0 if asked.use_beam_search else asked.temperature,

@@ -122,7 +122,6 @@ def test_fields_that_ask_for_nothing_are_accepted(http):
         {"prompt": [10**30]},
         {"prompt": [-1]},
         {"prompt": "x", "logprobs": 21},
-        {"prompt": "x", "echo": True, "logprobs": 1},
         {"prompt": "x", "suffix": "y"},
         {"prompt": "x", "best_of": 3},
         {"prompt": 5},
@@ -131,6 +130,39 @@ def test_fields_that_ask_for_nothing_are_accepted(http):
 def test_a_prompt_that_cannot_work_is_a_bad_request(http, change):
     error = refusal(http.post("/v1/completions", json=change), 400)
     assert error["param"] == next(name for name in ("suffix", "best_of", "logprobs", "prompt") if name in change)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("prompt", ["hello there", [40, 41, 42, 43, 44], ["one", "other"], [[50, 51, 52], [60, 61]]])
+def test_an_echo_with_logprobs_has_those_of_the_prompt_as_evaluations_read_them(http, prompt, max_tokens):
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "logprobs": 1, "echo": True, "seed": 1}
+    choices = http.post("/v1/completions", json=body).json()["choices"]
+    prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    assert len(choices) == len(prompts)
+    for given, choice in zip(prompts, choices):
+        logprobs = choice["logprobs"]
+        count = len(given)  # the tiny tokenizer has a token for each byte
+        assert {len(column) for column in logprobs.values()} == {count + max_tokens}
+        assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+        shown = logprobs["tokens"][:count]  # what is generated may be a part of a character
+        assert "".join(shown) == choice["text"][:count]
+        assert logprobs["text_offset"] == list(range(count + max_tokens))
+        for own, top in zip(logprobs["token_logprobs"][1:], logprobs["top_logprobs"][1:]):
+            assert own < 0 and own in top.values() and 1 <= len(top) <= 2  # the likeliest, and the token's own
+        assert choice["text"].startswith(given if isinstance(given, str) else choice["text"][:count])
+        assert choice["finish_reason"] == "length"
+
+
+def test_an_echo_with_logprobs_streams_what_comes_whole(http):
+    body = {"prompt": "hello", "max_tokens": 4, "temperature": 0, "logprobs": 2, "echo": True, "n": 2}
+    choices = http.post("/v1/completions", json=body).json()["choices"]
+    columns = [{name: [] for name in choices[0]["logprobs"]} for _ in choices]
+    for line in http.post("/v1/completions", json={**body, "stream": True}).text.splitlines():
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                for name, column in (choice["logprobs"] or {}).items():
+                    columns[choice["index"]][name] += column
+    assert columns == [choice["logprobs"] for choice in choices]
 
 
 def test_beams_come_best_first_whole_and_streamed_through_both_endpoints(http):
