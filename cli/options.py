@@ -196,6 +196,14 @@ def engine_config(
             help="Reuse the KV of prompts that begin alike.",
         ),
     ] = _DEFAULT.enable_prefix_caching,
+    cache_audit: Annotated[
+        float,
+        typer.Option(
+            "--cache-audit",
+            metavar="SHARE",
+            help="Share of prefix hits (0 to 1) that are computed again and compared bit for bit.",
+        ),
+    ] = _DEFAULT.cache_audit,
     scheduling_policy: Annotated[
         str, _name("--scheduling-policy", text=f"Who goes first: {' or '.join(POLICIES)}.")
     ] = _DEFAULT.scheduling_policy,
@@ -224,6 +232,7 @@ def engine_config(
     config = msgspec.structs.replace(
         memory,
         enable_prefix_caching=enable_prefix_caching,
+        cache_audit=cache_audit,
         scheduling_policy=scheduling_policy,
         threads=threads,
         seed=seed or 0,

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from ..kernels.errors import EngineDead
-from .engine import Engine
+from .engine import Core
 from .loop import run_loop
 from .messages import Abort, Command, EngineInfo, EngineStats, Event, GetStats, Outputs, Shutdown, Stats, Submit
 from .open_requests import OnOutput, OpenRequests, Tickets, stats_or_raise
@@ -47,7 +47,7 @@ class EngineClient(Protocol):
 class LocalClient:
     """Runs the engine on a thread of this process."""
 
-    def __init__(self, engine: Engine, info: EngineInfo) -> None:
+    def __init__(self, engine: Core, info: EngineInfo) -> None:
         self.info = info
         self._engine = engine
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()

@@ -84,6 +84,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seed                    not 0: requests that name no seed get the next of a series made from this one
     model_impl              llmctl is our own decoder, transformers its modules on our cache and kernels; auto takes
                             transformers for what our decoder does not know
+    cache_audit             share of the requests with a prefix hit whose prompt is computed again, to compare the bits
     async_depth             steps in flight; 2 overlaps scheduling with computing and gives the tokens of 1
     """
 
@@ -97,6 +98,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_gpu_blocks_override: int = 0
     kv_cache_memory_bytes: int = 0
     enable_prefix_caching: bool = True
+    cache_audit: float = 0.0
     scheduling_policy: str = "hybrid"
     threads: int = 0
     seed: int = 0
@@ -135,6 +137,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ):
             if not low <= number <= high:
                 raise UsageError(f"{name} is {number}, it must be from {low} to {high}")
+        if not 0 <= self.cache_audit <= 1:
+            raise UsageError(f"--cache-audit is {self.cache_audit}, it must be from 0 to 1")
         self.speculative_config.check()
 
 

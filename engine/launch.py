@@ -7,9 +7,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from .audit import AuditedEngine
 from .client import EngineClient, LocalClient
 from .config import EngineConfig, environment
-from .engine import Engine, StepRunner
+from .engine import Core, Engine, StepRunner
 from .frontend import Frontend
 from .load.hub import resolve as resolve_source
 from .load.model import Model, open_model
@@ -54,14 +55,14 @@ def build_engine(
     epoch: int,
     progress: Progress | None = None,
     record: Callable[[bytes], None] | None = None,
-) -> tuple[Engine, EngineInfo]:
+) -> tuple[Core, EngineInfo]:
     """An engine on this thread, for a loop or a test to drive. `record` gets every encoded Step before it runs."""
     return assemble(config, _open(config, progress), epoch=epoch, record=record)
 
 
 def assemble(
     config: EngineConfig, model: Model, *, epoch: int, record: Callable[[bytes], None] | None = None
-) -> tuple[Engine, EngineInfo]:
+) -> tuple[Core, EngineInfo]:
     """An engine for a model that is already open; `record` as in `build_engine`."""
     plan, budget = resolve(config, model)
     log.info("plan: %s", plan)
@@ -69,7 +70,9 @@ def assemble(
     runner = Runner(model, plan)
     same_bits = plan.model_impl == "llmctl" or _tried(runner, model, plan)
     driven: StepRunner = runner if record is None else RecordingRunner(runner, record)
-    engine = Engine(Scheduler(scheduler_config(plan, epoch)), driven, plan.async_depth)
+    engine: Core = Engine(Scheduler(scheduler_config(plan, epoch)), driven, plan.async_depth)
+    if config.cache_audit:
+        engine = AuditedEngine(engine, config.cache_audit)
     return engine, _info(model, plan, epoch, same_bits)
 
 
