@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from ..kernels.errors import UnsupportedModel
 from .audit import AuditedEngine
 from .client import EngineClient, LocalClient
 from .config import EngineConfig, environment
@@ -14,6 +15,7 @@ from .engine import Core, Engine, StepRunner
 from .frontend import Frontend
 from .load.hub import resolve as resolve_source
 from .load.model import Model, open_model
+from .load.packed import PackedModel
 from .load.progress import Progress
 from .messages import EngineInfo
 from .plan import Plan, resolve
@@ -23,6 +25,7 @@ from .runner.probe import try_bits
 from .runner.runner import RecordingRunner, Runner
 from .schedule.limits import SchedulerConfig
 from .schedule.scheduler import Scheduler
+from .score import Scorer
 from .tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -91,6 +94,17 @@ def scheduler_config(plan: Plan, epoch: int) -> SchedulerConfig:
         max_logit_rows=plan.max_logit_rows,
         epoch=epoch,
     )
+
+
+def open_scorer(config: EngineConfig, max_tokens: int) -> Scorer:
+    """The config's model, ready to say what it makes of texts of at most `max_tokens` tokens; its weights are mapped.
+
+    UnsupportedModel where the model is computed by transformers' modules.
+    """
+    model = _open(config, None)
+    if not isinstance(model, PackedModel):
+        raise UnsupportedModel(f"`{model.name}` is computed by transformers' modules, which show no hidden states")
+    return Scorer(model, max_tokens, config)
 
 
 def _open(config: EngineConfig, progress: Progress | None) -> Model:
