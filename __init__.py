@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+TYPE_CHECKING = False  # as `typing` says it, whose import takes longer than everything else here
 
 if TYPE_CHECKING:
     from .engine.llm import LLM

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import difflib
 import logging
-import os
 import re
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated, NoReturn, cast
+from typing import Annotated, cast
 
 import typer
 import typer.core
@@ -34,6 +33,7 @@ from .console import Console, terminal
 from .exits import ExitCode, exit_code
 from .expand import expand
 from .foreign import why_not
+from .output import OutputError, abandon
 
 # Typer hands on one of Click's errors, from Click itself or from its own copy; the base class of that one is the error
 # for every mistake on a command line.
@@ -91,18 +91,21 @@ app.command()(expand(doctor))
 app.add_typer(models, name="models")
 
 
-def main() -> NoReturn:
-    """Run this process's command line and exit."""
+def main() -> int:
+    """Run this process's command line to its end; returns its exit code."""
     console = terminal()
     code = run(sys.argv[1:], console)
     try:
         console.stdout.flush()
     except BrokenPipeError:
         code = ExitCode.PIPE
-    if code == ExitCode.PIPE:
-        # Python flushes stdout once more at exit and would complain about the pipe that is gone.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(code)
+        abandon(console.stdout)
+    except OutputError as error:
+        if code == ExitCode.OK:
+            console.error(error.message, error.hint)
+            code = ExitCode.FAILURE
+        abandon(console.stdout)
+    return code
 
 
 def run(arguments: Sequence[str], console: Console) -> int:

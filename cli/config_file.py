@@ -39,7 +39,7 @@ def read_config(text: str) -> ConfigFile:
 
     path = Path(text)
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read `{path}`: {error}") from error
     except yaml.YAMLError as error:
@@ -51,6 +51,11 @@ def read_config(text: str) -> ConfigFile:
     if not isinstance(model, str):
         raise UsageError(f"`model` in `{path}` is {model!r}, it must be a name")
     return ConfigFile(path, options, model)
+
+
+def choose_named(given: str, file: ConfigFile | None) -> str:
+    """The model that the command line names, else the one that the file does; "" if neither does."""
+    return given or (file.model if file else "")
 
 
 def _apply(context: typer.Context, value: ConfigFile | None) -> ConfigFile | None:

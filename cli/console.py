@@ -7,6 +7,7 @@ loaded when something is drawn with it: `llmctl --version` should not wait for i
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -15,8 +16,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
+from .output import guarded
+
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
+    from rich.text import Text
 
     from ..engine.load.progress import Progress
 
@@ -62,26 +66,27 @@ class Console:
             table.add_column(name.removeprefix(">"), justify="right" if right else "left", overflow="fold")
         for row in rows:
             table.add_row(*(Text(cell) for cell in row))
-        rich = self._rich(self.stdout, self.stdout_tty)
+        page = _Page(self.stdout.encoding)
+        rich = self._rich(page, self.stdout_tty)
         if title:
             rich.print(Text(title, "bold"), soft_wrap=True)
         rich.print(table)
+        self.stdout.write(page.getvalue())
         self.stdout.flush()
 
     def say(self, text: str, style: str = "") -> None:
         """Write a line of talk to stderr."""
         from rich.text import Text
 
-        self._rich(self.stderr, self.stderr_tty).print(Text(text, style), soft_wrap=True)
+        self._talk(Text(text, style))
 
     def error(self, message: str, hint: str = "") -> None:
         """Write an error, and what to do about it, to stderr."""
         from rich.text import Text
 
-        rich = self._rich(self.stderr, self.stderr_tty)
-        rich.print(Text.assemble(("error", "bold red"), ": ", message), soft_wrap=True)
+        self._talk(Text.assemble(("error", "bold red"), ": ", message))
         if hint:
-            rich.print(Text.assemble("\n", ("hint", "bold cyan"), ": ", hint), soft_wrap=True)
+            self._talk(Text.assemble("\n", ("hint", "bold cyan"), ": ", hint))
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[Progress]:
@@ -112,6 +117,13 @@ class Console:
 
             yield draw
 
+    def _talk(self, text: Text) -> None:
+        page = _Page(self.stderr.encoding)
+        self._rich(page, self.stderr_tty).print(text, soft_wrap=True)
+        with contextlib.suppress(OSError):  # there is nowhere left to say that nobody hears it
+            self.stderr.write(page.getvalue())
+            self.stderr.flush()
+
     def _rich(self, stream: TextIO, tty: bool) -> RichConsole:
         from rich.console import Console as RichConsole
 
@@ -124,6 +136,21 @@ class Console:
             emoji=False,
             width=None if tty else _UNBOUNDED,
         )
+
+
+class _Page(io.StringIO):
+    """What Rich draws on before it is written: it ends the program in its own way where a pipe's reader has left.
+
+    Lines are drawn with what `encoding` has.
+    """
+
+    def __init__(self, encoding: str | None) -> None:
+        super().__init__()
+        self._encoding = encoding
+
+    @property
+    def encoding(self) -> str | None:  # type: ignore[override]
+        return self._encoding
 
 
 class _Lines:
@@ -154,8 +181,14 @@ def _duration(seconds: float) -> str:
 
 
 def terminal() -> Console:
-    """The console of this process. NO_COLOR (any value but the empty one) and TERM=dumb switch colour off."""
+    """The console of this process. NO_COLOR (any value but the empty one) and TERM=dumb switch colour off.
+
+    A stream that the process was started without is empty, or goes nowhere.
+    """
     color = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    sys.stdin = sys.stdin or io.StringIO()
+    sys.stdout = guarded(sys.stdout)
+    sys.stderr = sys.stderr or guarded(None)
     return Console(
         stdin=sys.stdin,
         stdout=sys.stdout,

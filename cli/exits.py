@@ -23,7 +23,7 @@ class ExitCode(enum.IntEnum):
     USAGE = 2  # the command line cannot be understood or cannot work
     CHECKPOINT = 3  # a model's files are missing, broken or not reachable
     UNSUPPORTED = 4  # the files are fine, but nothing here can run them on this machine
-    CAPACITY = 5  # what was asked does not fit: memory or context length
+    CAPACITY = 5  # what was asked does not fit: memory, disk or context length
     ENGINE = 6  # the engine stopped while it was working
     INTERRUPTED = 130  # 128 + SIGINT, as shells report it
     PIPE = 141  # 128 + SIGPIPE: whoever read our output went away

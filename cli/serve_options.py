@@ -180,7 +180,7 @@ def model_claims(
 
 def _template(file: str) -> str:
     try:
-        return Path(file).read_text()
+        return Path(file).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the chat template `{file}`: {error}") from error
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from .client import EngineClient, LocalClient, ProcessClient
+from .client import EngineClient, LocalClient
 from .config import EngineConfig, environment
 from .engine import Engine, StepRunner
 from .frontend import Frontend
@@ -16,6 +16,7 @@ from .load.progress import Progress
 from .messages import EngineInfo
 from .plan import Plan, resolve
 from .process import new_epoch
+from .process_client import ProcessClient
 from .runner.probe import try_bits
 from .runner.runner import RecordingRunner, Runner
 from .schedule.limits import SchedulerConfig
@@ -86,6 +87,7 @@ def scheduler_config(plan: Plan, epoch: int) -> SchedulerConfig:
         enable_prefix_caching=plan.enable_prefix_caching,
         policy=plan.scheduling_policy,
         depth=plan.async_depth,
+        speculation=plan.speculation,
         epoch=epoch,
     )
 

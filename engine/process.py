@@ -7,6 +7,7 @@ meanwhile, and hands it to `ProcessClient`. Hence this file imports next to noth
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,7 +39,7 @@ class EngineProcess:
         self.socket.bind(address)
         settings = msgspec.json.encode(config).decode()
         command = [sys.executable, "-P", "-m", f"{__package__}.worker", address, str(epoch), settings]
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        self.process = _start(command)
         self._ended = False
 
     def end(self) -> None:
@@ -56,3 +57,15 @@ class EngineProcess:
         self.context.term()
         self.process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _start(command: list[str]) -> subprocess.Popen[bytes]:
+    """The process, with Ctrl-C blocked from its first instruction on: it belongs to us, and we tell the engine to stop.
+
+    A process inherits what the thread that starts it blocks. Here it comes through as soon as it is let in again.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

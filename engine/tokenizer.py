@@ -56,7 +56,9 @@ class Tokenizer:
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
         except (UnicodeEncodeError, TypeError) as error:
-            raise UsageError("the text holds a lone surrogate, which is no character") from error
+            raise UsageError(
+                "the text holds a lone surrogate, which is no character", "send text that can be written as UTF-8"
+            ) from error
         return ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:

@@ -12,7 +12,7 @@ from tests.engine.tiny import write_checkpoint
 
 CHAT = """
 import sys
-from llmctl.cli.app import main
+from llmctl.cli.start import main
 sys.argv = ["llmctl", "chat", "--model", {model!r}, "--max-tokens", "4", "--num-gpu-blocks-override", "20", "-p", "hi"]
 try:
     main()

@@ -18,11 +18,11 @@ from collections.abc import AsyncIterator, Coroutine
 import uvicorn
 from fastapi import FastAPI
 
-from ...engine.client import ProcessClient
 from ...engine.config import EngineConfig
 from ...engine.frontend import Frontend
 from ...engine.launch import face
 from ...engine.process import EngineProcess
+from ...engine.process_client import ProcessClient
 from ...kernels.errors import EngineDead
 from ..console import Console
 from . import journal

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ...engine.request import SamplingParams
 from ...kernels.errors import CapacityError, EngineDead, LlmctlError
 from ..console import Console
+from ..output import OutputError
 from .commands import Action, Command, parse
 from .conversation import Conversation, ask
 from .screen import help_text, printable, status
@@ -66,7 +67,7 @@ def _talk(
                 return
             else:
                 _obey(console, conversation, sampling, command)
-        except EngineDead:
+        except (EngineDead, OutputError):
             raise
         except CapacityError as error:
             console.error(error.message, "shorten the message, or `/reset` to start over")

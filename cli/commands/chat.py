@@ -14,6 +14,7 @@ from ...kernels.errors import UsageError
 from ..chat.conversation import Conversation, ask
 from ..chat.screen import describe, line_editor, printable, status
 from ..chat.session import talk
+from ..config_file import Config, choose_named
 from ..console import Console
 from ..exits import ExitCode
 from ..options import EngineOptions, SamplingOptions
@@ -31,6 +32,7 @@ def chat(
         str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Answer this and exit; stdin is not read.")
     ] = None,
     system: Annotated[str, typer.Option("--system", metavar="TEXT", help="The system prompt.")] = "",
+    file: Config = None,
 ) -> None:
     """Chat with a model.
 
@@ -38,7 +40,9 @@ def chat(
     message, and stdout is the answer alone.
     """
     console: Console = context.obj
+    config = msgspec.structs.replace(config, model=choose_named(config.model, file))
     question = _question(console, prompt)
+    check_text(system, "`--system`")
     with contextlib.closing(_launch(console, config)) as frontend:
         chosen = sampling.over(chat_defaults(frontend.sampling_defaults))
         chosen.check(frontend.info.vocab_size)
@@ -77,10 +81,33 @@ def _question(console: Console, prompt: str | None) -> str | None:
     elif console.interactive:
         return None
     else:
-        question, source = console.stdin.read(), "stdin"
+        question, source = _read(console), "stdin"
+    check_text(question, source)
     if not question.strip():
         raise UsageError(f"nothing to answer: {source} is empty", 'give a message, as in `llmctl chat -p "hello"`')
     return question.strip()
+
+
+def _read(console: Console) -> str:
+    try:
+        return console.stdin.read()
+    except UnicodeDecodeError as error:
+        raise _not_text("stdin", error.object[error.start]) from error
+
+
+def check_text(text: str, source: str) -> None:
+    """Raise UsageError if `text` has bytes that are no UTF-8, which Python hands over as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _not_text(source, ord(text[error.start]) & 0xFF) from error
+
+
+def _not_text(source: str, byte: int) -> UsageError:
+    return UsageError(
+        f"{source} is not UTF-8 text: it has the byte 0x{byte:02x}",
+        "convert it, as in `iconv -f latin1 -t utf-8 FILE | llmctl chat`",
+    )
 
 
 def _launch(console: Console, config: EngineConfig) -> Frontend:

@@ -1,6 +1,7 @@
 """Building an entry of the packed cache: stream, pack, hash, sync, rename.
 
-Tensors go through one by one, so that memory holds about one of them. Everything is written into a temporary folder
+Tensors go through one by one and are converted and packed a few rows at a time, so that memory holds about one of them
+as it is stored. Everything is written into a temporary folder
 beside the entry, which gets the entry's name only when it is whole and on disk: readers see an entry or none. The
 builder holds a lock on that folder, so that one which a crash left behind can be told from one being filled, and is
 removed. Of two processes that build the same entry, the slower one takes the other's.
@@ -12,6 +13,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import os
 import secrets
 import shutil
@@ -21,13 +23,13 @@ from typing import BinaryIO
 
 import msgspec
 
-from ...kernels.cpu.pack import LAYOUT_VERSION, pack, packed_bytes
-from ...kernels.errors import CapacityError, CheckpointError, UnsupportedModel, UsageError
-from ...kernels.formats import WeightFormat
+from ...kernels.cpu.pack import LAYOUT_VERSION, pack
+from ...kernels.errors import CheckpointError
+from ...kernels.ops import PANEL
 from ...quant.formats.stored import StoredTensor
-from ...quant.tensor import Array
 from .checkpoint import Checkpoint
-from .convert import convert, target_format
+from .convert import convert, packed_form, roundings, target_format
+from .disk import NO_SPACE, disk_full
 from .entry import (
     CHAT,
     ENTRY_VERSION,
@@ -50,8 +52,8 @@ from .entry import (
 from .progress import Progress
 
 TEMPORARY = ".building-"
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NOT_EMPTY = (errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST)
+_CHUNK_ELEMENTS = 1 << 21
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -60,19 +62,18 @@ def build_entry(checkpoint: Checkpoint, key: str, dtype: str, packed: Path, prog
 
     Whatever goes wrong, an interrupt included, nothing is left behind.
     """
+    tensors = _layout(checkpoint, dtype)
+    size = max((tensor.offset + tensor.bytes for tensor in tensors), default=HEADER_BYTES)
     try:
         packed.mkdir(parents=True, exist_ok=True)
         remove_abandoned(packed)
         with _temporary_folder(packed) as folder:
-            _write_entry(checkpoint, key, dtype, folder, progress)
+            _write_entry(checkpoint, key, dtype, tensors, size, folder, progress)
             _publish(folder, packed / key)
             _sync(packed)
     except OSError as error:
-        if error.errno in _NO_SPACE:
-            raise CapacityError(
-                f"no space left in `{packed}` for the packed weights of `{checkpoint.source.name}`",
-                "free some, for example with `llmctl models prune`; LLMCTL_CACHE names another folder",
-            ) from error
+        if error.errno in NO_SPACE:
+            raise disk_full(packed, size, f"the packed weights of `{checkpoint.source.name}`") from error
         raise CheckpointError(
             f"cannot write to `{packed}`: {error.strerror or error}", "LLMCTL_CACHE names another folder"
         ) from error
@@ -118,10 +119,17 @@ def _temporary_folder(packed: Path) -> Iterator[Path]:
         os.close(handle)
 
 
-def _write_entry(checkpoint: Checkpoint, key: str, dtype: str, folder: Path, progress: Progress) -> None:
+def _write_entry(
+    checkpoint: Checkpoint,
+    key: str,
+    dtype: str,
+    tensors: tuple[PackedTensor, ...],
+    size: int,
+    folder: Path,
+    progress: Progress,
+) -> None:
     text = checkpoint.load_text()
     tokenizer_json, chat_json = text.tokenizer_json.encode(), msgspec.json.encode(text.chat)
-    tensors = _layout(checkpoint, dtype)
     manifest = Manifest(
         version=ENTRY_VERSION,
         layout=LAYOUT_VERSION,
@@ -132,7 +140,8 @@ def _write_entry(checkpoint: Checkpoint, key: str, dtype: str, folder: Path, pro
         implementation=checkpoint.implementation,
         spec=checkpoint.spec,
         tensors=tensors,
-        bytes=max((tensor.offset + tensor.bytes for tensor in tensors), default=HEADER_BYTES),
+        bytes=size,
+        roundings=roundings(checkpoint.tensors.values(), dtype),
         text_bytes=(len(tokenizer_json), len(chat_json)),
         text_digest=text_digest(tokenizer_json, chat_json),
     )
@@ -169,11 +178,8 @@ def _parts(stored: StoredTensor, dtype: str) -> list[tuple[str, int, int, int]]:
     if len(stored.shape) == 1:
         return [(VECTOR, stored.shape[0], 1, 4 * stored.shape[0])]
     n, k = stored.shape
-    format = target_format(_format(stored), dtype)
-    try:
-        parts = [(format.name, n, k, packed_bytes(format, n, k))]
-    except UsageError as error:
-        raise UnsupportedModel(f"`{stored.name}`: {error.message}", "use --dtype float32, which unpacks it") from error
+    format, size = packed_form(stored, dtype)
+    parts = [(format.name, n, k, size)]
     return parts if format.is_float or stored.order is None else [(ORDER, k, 1, 4 * k), *parts]
 
 
@@ -185,25 +191,32 @@ def _write_tensors(
     position = HEADER_BYTES
     for tensor in manifest.tensors:
         progress(f"packing {manifest.name}", position, manifest.bytes)
-        data = _packed(checkpoint, tensor, manifest.dtype)
-        assert data.nbytes == tensor.bytes, (tensor, data.nbytes)
-        for part in (bytes(tensor.offset - position), data.data):
+        for part in itertools.chain(
+            (memoryview(bytes(tensor.offset - position)),), _packed(checkpoint, tensor, manifest.dtype)
+        ):
             file.write(part)
             digest.update(part)
-        position = tensor.offset + tensor.bytes
+            position += part.nbytes
+        assert position == tensor.offset + tensor.bytes, (tensor, position)
     progress(f"packing {manifest.name}", position, manifest.bytes)
 
 
-def _packed(checkpoint: Checkpoint, tensor: PackedTensor, dtype: str) -> Array:
+def _packed(checkpoint: Checkpoint, tensor: PackedTensor, dtype: str) -> Iterator[memoryview]:
+    """The tensor's bytes in parts, made one by one: panels follow one another, so rows can be packed by themselves."""
     if tensor.format == ORDER:
         order = checkpoint.tensors[tensor.name].order
         assert order is not None, tensor
-        return order
+        yield order.data
+        return
     if tensor.format == VECTOR:
-        return checkpoint.read_vector(tensor.name)
+        yield checkpoint.read_vector(tensor.name).data
+        return
     weight = checkpoint.read(tensor.name)
-    weight = convert(tensor.name, weight, target_format(weight.format, dtype))
-    return pack(weight.format, weight.data, weight.scales, weight.zeros)
+    target = target_format(weight.format, dtype)
+    step = max(1, _CHUNK_ELEMENTS // (PANEL * tensor.k)) * PANEL
+    for start in range(0, tensor.n, step):
+        rows = convert(tensor.name, weight.select_rows(slice(start, start + step)), target)
+        yield pack(target, rows.data, rows.scales, rows.zeros).data
 
 
 def _publish(folder: Path, target: Path) -> None:
@@ -243,8 +256,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _format(stored: StoredTensor) -> WeightFormat:
-    assert stored.format is not None, stored.name
-    return stored.format

