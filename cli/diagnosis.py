@@ -13,19 +13,22 @@ from pathlib import Path
 
 from .. import __version__
 from ..engine.config import Environment
+from ..engine.load.convert import rounding
 from ..engine.load.hub import DEFAULT_MODEL, Remotes, hub_download, resolve
 from ..engine.load.wheel import pip_download
 from ..engine.models.families import known_families
 from ..kernels.device import Machine, default_threads, read_machine
 from ..kernels.errors import LlmctlError
+from ..quant.formats.gguf_blocks import TYPES
 from .kernel_choice import Choice, choices
 
-# Distribution names. Torch and transformers are not needed to chat from a warm cache, so they may be absent.
+# Distribution names. Torch and transformers are not needed to chat from a warm cache, `datasets` only reads parquet:
+# these may be absent.
 NEEDED = (
-    *("huggingface-hub", "jinja2", "msgspec", "numpy", "prompt-toolkit", "pyzmq", "rich", "tokenizers"),
-    "typer",
+    *("fastapi", "httpx", "huggingface-hub", "jinja2", "msgspec", "numpy", "prometheus-client", "prompt-toolkit"),
+    *("pyyaml", "pyzmq", "rich", "tokenizers", "typer", "uvicorn"),
 )
-OPTIONAL = ("torch", "transformers")
+OPTIONAL = ("datasets", "torch", "transformers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,8 @@ class CacheFolder:
 class Diagnosis:
     """`problems` keep something from working here; `default_model` is its file or folder, "" if not fetched yet.
 
-    `families` are those of our own decoder; other decoders go through transformers.
+    `families` are those of our own decoder; other decoders go through transformers. `gguf_types` are those that keep
+    every value, `gguf_roundings` say what happens to the others that can be read.
     """
 
     version: str
@@ -50,6 +54,8 @@ class Diagnosis:
     isa: str
     kernels: tuple[Choice, ...]
     families: tuple[str, ...]
+    gguf_types: tuple[str, ...]
+    gguf_roundings: tuple[str, ...]
     packages: dict[str, str]
     caches: tuple[CacheFolder, ...]
     default_model: str
@@ -59,6 +65,7 @@ class Diagnosis:
 def diagnose(environment: Environment) -> Diagnosis:
     """The state of this machine and this installation."""
     found = choices()
+    gguf = {kind.name: kind.format for kind in TYPES.values() if kind.format is not None}
     remotes = Remotes(_hub_cache(), hub_download, pip_download, default_order=("hub",))
     packages = {name: _version(name) for name in (*NEEDED, *OPTIONAL)}
     return Diagnosis(
@@ -68,6 +75,8 @@ def diagnose(environment: Environment) -> Diagnosis:
         isa=", ".join(dict.fromkeys(choice.isa for choice in found)),
         kernels=found,
         families=known_families(),
+        gguf_types=tuple(name for name, format in gguf.items() if not rounding(name, format)),
+        gguf_roundings=tuple(line for name, format in gguf.items() if (line := rounding(name, format))),
         packages=packages,
         caches=(
             CacheFolder("models and packed weights", environment.cache, folder_bytes(environment.cache)),

@@ -24,7 +24,6 @@ _REASONS = {
     "lora-modules": _NO_ADAPTERS,
     "max-loras": _NO_ADAPTERS,
     "max-lora-rank": _NO_ADAPTERS,
-    "speculative-config": "speculative decoding is not supported",
     "enable-auto-tool-choice": _NO_TOOLS,
     "tool-call-parser": _NO_TOOLS,
     "reasoning-parser": "reasoning is not told apart from the answer",

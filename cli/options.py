@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from ..engine.config import POLICIES, EngineConfig
+from ..engine.config import POLICIES, SPECULATIVE_METHODS, EngineConfig, SpeculativeConfig
 from ..engine.request import SamplingParams
 from ..kernels.errors import UsageError
 from .expand import Built, expand
@@ -57,6 +57,22 @@ def parse_count(value: str | int) -> int:
 def parse_length(value: str | int) -> int:
     """A context length; `auto` and -1 are 0, which means the model's own."""
     return 0 if str(value).strip() in ("auto", "-1") else parse_count(value)
+
+
+def parse_speculation(value: str | SpeculativeConfig) -> SpeculativeConfig:
+    """The config that a method's name gives, or a JSON object such as vLLM takes."""
+    if isinstance(value, SpeculativeConfig):
+        return value
+    text = value.strip()
+    if text in SPECULATIVE_METHODS:
+        return SpeculativeConfig(method=text)
+    try:
+        return SpeculativeConfig.read(msgspec.json.decode(text))
+    except msgspec.DecodeError as error:
+        raise UsageError(
+            f"--speculative-config is neither {' nor '.join(SPECULATIVE_METHODS)} nor JSON: {error}",
+            """write it as '{"method": "ngram", "num_speculative_tokens": 3}'""",
+        ) from error
 
 
 def parse_dtype(text: str) -> str:
@@ -109,7 +125,8 @@ def memory_config(
             "--kv-cache-dtype",
             metavar="TYPE",
             parser=parse_dtype,
-            text="How K and V are stored: auto, float32, float16 or bfloat16.",
+            text="How K and V are stored: auto (16 bits unless weights are float32), float32, float16, bfloat16, or in "
+            "half the memory fp8 (the same as fp8_e4m3), fp8_e5m2, int8 (with a scale per token and head).",
         ),
     ] = _DEFAULT.kv_cache_dtype,
     max_model_len: Annotated[
@@ -190,8 +207,18 @@ def engine_config(
         int, _count("--async-depth", text="Steps in flight, 1 or 2; the tokens are the same.")
     ] = _DEFAULT.async_depth,
     kernels: Annotated[
-        str, _name("--kernels", text="auto, generic (no vector instructions) or reference (plain torch, slow).")
+        str, _name("--kernels", text="auto, avx512, avx2, generic (no vector instructions) or reference (plain torch).")
     ] = _DEFAULT.kernels,
+    speculative_config: Annotated[
+        SpeculativeConfig,
+        typer.Option(
+            "--speculative-config",
+            parser=parse_speculation,
+            metavar="JSON",
+            help="Guess tokens ahead from what the sequence repeats: ngram, none, or JSON with method, "
+            "num_speculative_tokens, prompt_lookup_max and prompt_lookup_min. The tokens are the same.",
+        ),
+    ] = _DEFAULT.speculative_config,
 ) -> EngineConfig:
     """The checked EngineConfig that these options ask for."""
     config = msgspec.structs.replace(
@@ -202,6 +229,7 @@ def engine_config(
         seed=seed or 0,
         async_depth=async_depth,
         kernels=kernels,
+        speculative_config=speculative_config,
     )
     config.check()
     return config

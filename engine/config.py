@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,15 +13,73 @@ from ..kernels.errors import UsageError
 
 POLICIES = ("hybrid", "fcfs")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
+SPECULATIVE_METHODS = ("ngram", "none")
 IMPLEMENTATIONS = ("auto", "llmctl", "transformers")
+KERNELS = ("auto", "avx512", "avx2", "generic", "reference")
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are guessed ahead, to be verified together. It changes how fast tokens come, never which.
+
+    method                  ngram: what followed the same n-gram earlier in the prompt or the answer; none: not at all
+    num_speculative_tokens  guesses for one sequence at most, fewer as they fail; where 1 + this many sequences or more
+                            run, none are made
+    prompt_lookup_max       longest n-gram that is looked up, and `prompt_lookup_min` the shortest
+    """
+
+    method: str = "ngram"
+    num_speculative_tokens: int = 3
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
+
+    @classmethod
+    def read(cls, given: object) -> SpeculativeConfig:
+        """The checked config that a mapping of these names gives, as JSON has it. UsageError for what it cannot be."""
+        known = cls.__struct_fields__
+        if isinstance(given, dict):
+            for name in given:
+                if name not in known:
+                    near = difflib.get_close_matches(str(name), known, n=1)
+                    hint = f"did you mean `{near[0]}`?" if near else f"it has: {', '.join(known)}"
+                    raise UsageError(f"--speculative-config has no key `{name}`", hint)
+        try:
+            config = msgspec.convert(given, cls)
+        except msgspec.ValidationError as error:
+            raise UsageError(
+                f"--speculative-config cannot be {given!r}: {error}", f"its keys are: {', '.join(known)}"
+            ) from error
+        config.check()
+        return config
+
+    def __str__(self) -> str:
+        """As it is written on the command line."""
+        return msgspec.json.encode(self).decode()
+
+    def check(self) -> None:
+        """Raise UsageError for the first value that cannot work."""
+        if self.method not in SPECULATIVE_METHODS:
+            raise UsageError(
+                f"the method of --speculative-config is `{self.method}`",
+                f"choose one of: {', '.join(SPECULATIVE_METHODS)}",
+            )
+        for name, value, low, high in (
+            ("num_speculative_tokens", self.num_speculative_tokens, 1, 64),
+            ("prompt_lookup_min", self.prompt_lookup_min, 1, 64),
+            ("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min, 64),
+        ):
+            if not low <= value <= high:
+                raise UsageError(f"{name} of --speculative-config is {value}, it must be from {low} to {high}")
+
+
+NO_SPECULATION = SpeculativeConfig(method="none")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Engine options as the user gives them. 0 or "auto" means: choose. Flags have the same names with dashes.
 
     dtype                   auto keeps weights as stored; a float type converts all of them at load
-    kv_cache_dtype          auto: float32 for float32 weights, bfloat16 for bfloat16, else float16
+    kv_cache_dtype          auto: float32 for float32 weights, bfloat16 for bfloat16, else float16; fp8 is fp8_e4m3
     num_gpu_blocks_override KV blocks in the pool instead of what the memory budget gives (the flag's name is vLLM's)
     seed                    not 0: requests that name no seed get the next of a series made from this one
     model_impl              llmctl is our own decoder, transformers its modules on our cache and kernels; auto takes
@@ -44,6 +103,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     async_depth: int = 1
     kernels: str = "auto"
     model_impl: str = "auto"
+    speculative_config: SpeculativeConfig = SpeculativeConfig()
+
+    @property
+    def max_logit_rows(self) -> int:
+        """Rows that get logits in one step at most: one for each sequence, or the drafts of a few."""
+        speculation = self.speculative_config
+        drafted = 0 if speculation.method == "none" else 1 + speculation.num_speculative_tokens
+        return min(max(self.max_num_seqs, drafted), self.max_num_batched_tokens)
 
     def check(self) -> None:
         """Raise UsageError for the first option whose value cannot work on any machine or model."""
@@ -51,7 +118,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("--dtype", self.dtype, DTYPES),
             ("--kv-cache-dtype", self.kv_cache_dtype, KV_DTYPES),
             ("--scheduling-policy", self.scheduling_policy, POLICIES),
-            ("--kernels", self.kernels, ("auto", "generic", "reference")),
+            ("--kernels", self.kernels, KERNELS),
             ("--model-impl", self.model_impl, IMPLEMENTATIONS),
         ):
             if value not in choices:
@@ -68,6 +135,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ):
             if not low <= number <= high:
                 raise UsageError(f"{name} is {number}, it must be from {low} to {high}")
+        self.speculative_config.check()
 
 
 @dataclass(frozen=True, slots=True)

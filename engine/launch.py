@@ -87,6 +87,7 @@ def scheduler_config(plan: Plan, epoch: int) -> SchedulerConfig:
         enable_prefix_caching=plan.enable_prefix_caching,
         policy=plan.scheduling_policy,
         depth=plan.async_depth,
+        speculation=plan.speculation,
         epoch=epoch,
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..kernels.errors import UsageError
-from .config import EngineConfig
+from .config import EngineConfig, SpeculativeConfig
 from .frontend import Generation
 from .launch import launch
 from .request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
@@ -54,8 +54,9 @@ class RequestOutput:
 class LLM:
     """A model ready to generate, on an engine of its own.
 
-    `process=True` runs the engine in a process of its own. Every other keyword is a field of EngineConfig. Use it as a
-    context manager, or call `close`, to release the memory.
+    `process=True` runs the engine in a process of its own. Every other keyword is a field of EngineConfig;
+    `speculative_config` is also taken as a dict of its fields. Use it as a context manager, or call `close`, to release
+    the memory.
 
     Raises LlmctlError (see `llmctl.kernels.errors`) for a model or an option that cannot work here.
     """
@@ -79,6 +80,7 @@ class LLM:
         async_depth: int = 1,
         kernels: str = "auto",
         model_impl: str = "auto",
+        speculative_config: SpeculativeConfig | dict[str, str | int] | None = None,
         process: bool = False,
     ) -> None:
         self.config = EngineConfig(
@@ -98,6 +100,7 @@ class LLM:
             async_depth=async_depth,
             kernels=kernels,
             model_impl=model_impl,
+            speculative_config=_speculation(speculative_config),
         )
         self.frontend = launch(self.config, process=process)
 
@@ -199,6 +202,12 @@ class _Collector:
                 CompletionOutput(index, text, tokens, total, logprobs if wanted else None, finish, error)
             )
         return RequestOutput(request.id, prompt, request.prompt, tuple(completions), self._cached)
+
+
+def _speculation(given: SpeculativeConfig | dict[str, str | int] | None) -> SpeculativeConfig:
+    if isinstance(given, SpeculativeConfig):
+        return given
+    return SpeculativeConfig.read(given or {})
 
 
 def _prompts(given: object) -> list[Prompt]:

@@ -70,6 +70,9 @@ def _stats(engine: Engine, steps: int, generated: int, age: float) -> EngineStat
         prompt_tokens=stats.prefix_query_tokens,
         cached_tokens=stats.prefix_hit_tokens,
         generated_tokens=generated,
+        drafts=stats.drafts,
+        draft_tokens=stats.draft_tokens,
+        accepted_tokens=stats.accepted_tokens,
         steps=steps,
         last_step_age_s=age,
     )

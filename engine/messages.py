@@ -40,6 +40,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    drafts: int = 0  # chunks with proposed tokens
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     steps: int = 0
     last_step_age_s: float = 0.0
 

@@ -12,7 +12,7 @@ import msgspec
 from ..kernels import registry
 from ..kernels.device import default_threads, read_machine
 from .budget import MemoryBudget, memory_budget
-from .config import EngineConfig
+from .config import EngineConfig, SpeculativeConfig
 from .load.model import Model
 
 
@@ -37,6 +37,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool
     scheduling_policy: str
     async_depth: int
+    speculation: SpeculativeConfig
 
     @property
     def fingerprint(self) -> str:
@@ -73,9 +74,10 @@ def resolve(config: EngineConfig, model: Model) -> tuple[Plan, MemoryBudget]:
         max_model_len=budget.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_logit_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
+        max_logit_rows=config.max_logit_rows,
         enable_prefix_caching=config.enable_prefix_caching,
         scheduling_policy=config.scheduling_policy,
         async_depth=config.async_depth,
+        speculation=config.speculative_config,
     )
     return plan, budget

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from .errors import UsageError
 
 FLOAT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+KV_BYTES = {**FLOAT_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +22,16 @@ class WeightFormat:
     group   inputs that share one scale (0 for the float kinds)
     zero    how a code q becomes a value, with scale s (float16) of its group:
               "none"  int8: q * s          (q in -128..127);  int4: (q - 8) * s  (q in 0..15)
-              "min"   int4: q * s + m      (m a float16 per group, as in GGUF Q4_1)
+              "min"   q * s + m            (m a float16 per group, as in GGUF Q4_1)
               "int"   int4: (q - z) * s    (z in 0..15 per group, as in AWQ and GPTQ)
+    scales  f16 | f32: what s and m are. f32, a group of 16 and int8 with "min" describe what checkpoints store (GGUF's
+            K-quants); no kernel reads them
     """
 
     kind: str
     group: int = 0
     zero: str = "none"
+    scales: str = "f16"
 
     @property
     def is_float(self) -> bool:
@@ -35,28 +39,49 @@ class WeightFormat:
 
     @property
     def name(self) -> str:
-        """A short stable name: f32, int8g32, int4g32, int4g32min, int4g64int."""
+        """A short stable name: f32, int8g32, int4g32, int4g32min, int4g64int, int4g32min-f32."""
         if self.is_float:
             return self.kind
-        return f"{self.kind}g{self.group}" + ("" if self.zero == "none" else self.zero)
+        wide = "" if self.scales == "f16" else f"-{self.scales}"
+        return f"{self.kind}g{self.group}" + ("" if self.zero == "none" else self.zero) + wide
 
     def bits_per_weight(self) -> float:
         """Bits per weight with scales and zeros counted."""
         if self.is_float:
             return 8.0 * FLOAT_BYTES[self.kind]
-        extra = {"none": 16, "min": 32, "int": 24}[self.zero]
+        scale = 8 * FLOAT_BYTES[self.scales]
+        extra = scale + {"none": 0, "min": scale, "int": 8}[self.zero]
         return (8 if self.kind == "int8" else 4) + extra / self.group
 
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """How K and V are stored in the cache: f32 | f16 | bf16."""
+    """How K and V are stored in the cache.
+
+    f32, f16, bf16  as they are
+    fp8_e4m3        float8 with 4 bits of exponent and no infinity, largest 448
+    fp8_e5m2        the upper half of a float16, largest finite 57344
+    int8            code * s, with a scale s per token and KV head, a bfloat16 not below absmax / 127, for K and for V
+
+    What is too large for the 8-bit formats becomes their largest value, infinity too. A NaN in a token's K or V of one
+    head is stored as a NaN in the first dimension of that K (int8: in its scale) and nowhere else: it reaches
+    everything that attends to the token, as it must, and never what does not.
+    """
 
     kind: str
 
     @property
     def bytes_per_value(self) -> int:
-        return FLOAT_BYTES[self.kind]
+        return KV_BYTES[self.kind]
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scale of one token's K, or V, of one head."""
+        return 2 if self.kind == "int8" else 0
+
+    def head_bytes(self, head_dim: int) -> int:
+        """Bytes of one token's K, or V, of one head with its scale."""
+        return head_dim * self.bytes_per_value + self.scale_bytes
 
 
 F32 = WeightFormat("f32")
@@ -65,7 +90,7 @@ BF16 = WeightFormat("bf16")
 
 
 def parse_weight_format(name: str) -> WeightFormat:
-    """The format whose `name` this is; raises UsageError for anything else."""
+    """The format that kernels read whose `name` this is; raises UsageError for anything else."""
     if name in FLOAT_BYTES:
         return WeightFormat(name)
     for kind in ("int8", "int4"):

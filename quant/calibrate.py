@@ -262,7 +262,9 @@ def _scale(
     linears = [_linear(block, name) for name in site.linears]
     own = module_format(format, linears[0].in_features)
     scales = awq.search_scales(rounded, known, own, site.shared)
-    return awq.scaled_stats(known, fold_scales(block.get_submodule(site.previous), linears, scales, site.shared))
+    return awq.scaled_stats(
+        known, fold_scales(block.get_submodule(site.previous), linears, scales, site.shared, site.offset)
+    )
 
 
 def _relative_error(error: torch.Tensor, weight: torch.Tensor, known: InputStats | None) -> float:

@@ -19,15 +19,21 @@ class ScaleSite:
 
     shared    (query heads per KV head, head_dim) if `previous` makes value heads and the Linears read the outputs of
               query heads
+    offset    what `previous`, if it is a norm, adds to its stored weight
     """
 
     previous: str
     linears: tuple[str, ...]
     shared: tuple[int, int] | None = None
+    offset: float = 0.0
 
 
 def fold_scales(
-    previous: nn.Module, linears: Sequence[nn.Linear], scales: torch.Tensor, shared: tuple[int, int] | None
+    previous: nn.Module,
+    linears: Sequence[nn.Linear],
+    scales: torch.Tensor,
+    shared: tuple[int, int] | None,
+    offset: float = 0.0,
 ) -> torch.Tensor:
     """Divide the outputs of `previous` by `scales` and multiply the columns of `linears`; the scales used are returned.
 
@@ -36,9 +42,10 @@ def fold_scales(
     """
     weight, bias = previous.get_parameter("weight"), dict(previous.named_parameters()).get("bias")
     if weight.ndim == 1:
-        exact = weight.data
-        stored = (exact / scales).half().float()
-        scales = torch.where((stored == 0) | ~torch.isfinite(stored), scales, exact / stored)
+        exact = weight.data + offset
+        stored = (exact / scales - offset).half().float()
+        factor = stored + offset
+        scales = torch.where((factor == 0) | ~torch.isfinite(factor), scales, exact / factor)
         weight.data = stored
         if bias is not None:
             bias.data = bias.data / scales

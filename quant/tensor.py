@@ -18,8 +18,8 @@ class WeightTensor:
 
     data    float kinds: float32 | float16 | uint16 (the bits of bfloat16), of the weight's shape;
             int8: int8 [n, k];  int4: uint8 [n, k], one code 0..15 per element
-    scales  float16 [n, k / group], None for the float kinds
-    zeros   "min": float16 [n, k / group];  "int": uint8 [n, k / group];  else None
+    scales  float16 or float32 as the format says, [n, k / group]; None for the float kinds
+    zeros   "min": like scales;  "int": uint8 [n, k / group];  else None
     order   int32 [k]: column j multiplies input order[j], so that the inputs of a group are side by side although the
             checkpoint scattered them (GPTQ with desc_act); None if column j multiplies input j
     """
@@ -43,8 +43,8 @@ class WeightTensor:
         plain[:, self.order] = values
         return plain
 
-    def select_rows(self, rows: npt.NDArray[np.int64]) -> WeightTensor:
-        """The same weight with its outputs taken in this order; exact in every format."""
+    def select_rows(self, rows: npt.NDArray[np.int64] | slice) -> WeightTensor:
+        """Some of the outputs, or all in another order; exact in every format. A slice makes views."""
         return WeightTensor(
             self.format,
             self.data[rows],

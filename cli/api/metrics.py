@@ -101,6 +101,9 @@ class _EngineCollector(Collector):
             ("prefix_cache_hits", "Prompt tokens found in it.", stats.cached_tokens),
             ("num_preemptions", "Sequences that had to give their memory up for a while.", stats.preemptions),
             ("kv_evictions", "Cached blocks that were thrown out.", stats.evictions),
+            ("spec_decode_num_drafts", "Rows of steps that held drafts.", stats.drafts),
+            ("spec_decode_num_draft_tokens", "Tokens drafted.", stats.draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Drafted tokens that stood.", stats.accepted_tokens),
             ("engine_steps", "Steps of the engine.", stats.steps),
         ):
             counter = CounterMetricFamily(f"llmctl:{name}", text, labels=("model_name",))

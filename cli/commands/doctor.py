@@ -64,6 +64,8 @@ def show(console: Console, diagnosis: Diagnosis) -> None:
             ],
             ["kernels", diagnosis.isa],
             ["own decoder", ", ".join(diagnosis.families)],
+            ["GGUF types", ", ".join(diagnosis.gguf_types)],
+            *(["", line] for line in diagnosis.gguf_roundings),
             ["other decoders", other_decoders(diagnosis)],
             ["default model", diagnosis.default_model or "not fetched yet (`llmctl models pull`)"],
             *([folder.purpose, f"{format_bytes(folder.bytes)} in {folder.path}"] for folder in diagnosis.caches),

@@ -120,10 +120,10 @@ def prune(
 
 
 def contents(entry: Entry) -> str:
-    """The formats of the entry's weights, or who reads them elsewhere."""
+    """The formats of the entry's weights and what they do not keep of the model, or who reads it elsewhere."""
     if entry.implementation != "llmctl":
         return f"text only, for {entry.implementation}"
-    return ", ".join(entry.formats)
+    return "; ".join((", ".join(entry.formats), *entry.roundings))
 
 
 def select(entries: tuple[Entry, ...], wanted: str) -> tuple[Entry, ...]:
@@ -159,6 +159,7 @@ def as_json(entry: Entry) -> dict[str, object]:
         "model": entry.name,
         "dtype": entry.dtype,
         "formats": list(entry.formats),
+        "roundings": list(entry.roundings),
         "implementation": entry.implementation,
         "bytes": entry.bytes,
         "source": entry.source,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,10 +25,11 @@ LENGTHS = (512, 2048, 8192, 32768)  # worth knowing about, as far as the model g
 
 @dataclass(frozen=True, slots=True)
 class PackedSize:
-    """A model's weights in the kernels' layout: bytes, and how many weights have which format."""
+    """A model's weights in the kernels' layout: bytes, how many weights have which format, and what is not kept."""
 
     bytes: int
     formats: dict[str, int]
+    roundings: tuple[str, ...] = ()
 
 
 def plan(context: typer.Context, config: MemoryOptions, json: Json = False) -> None:
@@ -55,9 +57,12 @@ def plan(context: typer.Context, config: MemoryOptions, json: Json = False) -> N
 def outline(source: Source, config: EngineConfig) -> tuple[DecoderSpec, PackedSize]:
     """What our decoder would be made of."""
     from ...engine.load.checkpoint import open_checkpoint
+    from ...engine.load.convert import roundings
 
     checkpoint = open_checkpoint(source)
-    return checkpoint.spec, packed_size(checkpoint.tensors.values(), config.dtype)
+    tensors = checkpoint.tensors.values()
+    size = packed_size(tensors, config.dtype)
+    return checkpoint.spec, dataclasses.replace(size, roundings=roundings(tensors, config.dtype))
 
 
 def outline_of_modules(source: Source, why: str, config: EngineConfig) -> tuple[DecoderSpec, PackedSize]:
@@ -86,6 +91,7 @@ def as_json(model: str, size: PackedSize, budget: MemoryBudget) -> dict[str, obj
     return {
         "model": model,
         "weight_formats": size.formats,
+        "roundings": list(size.roundings),
         "available_bytes": budget.available,
         "weight_bytes": budget.weights,
         "kv_bytes": budget.kv_bytes,
@@ -115,6 +121,7 @@ def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget) -
         ["memory", ">size", ""],
         [
             ["weights", format_bytes(budget.weights), formats],
+            *(["", "", rounding] for rounding in size.roundings),
             ["KV cache", format_bytes(budget.kv_bytes), pool],
             ["workspace", format_bytes(budget.workspace), "activations, logits and tables"],
             ["together", format_bytes(budget.total), ""],

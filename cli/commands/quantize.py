@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...engine.config import environment
+from ..config_file import Config, choose_named
 from ..console import Console
 from ..exits import ExitCode
 from ..expand import Built
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 def quantize(
     context: typer.Context,
     asked: Annotated[Asked, Built(asked_options)],
+    file: Config = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be made and what that needs, from headers alone.")
     ] = False,
@@ -29,8 +31,8 @@ def quantize(
 ) -> None:
     """Quantize a model to 4 bits, and measure what that loses.
 
-    Makes a folder in AutoAWQ's layout, which llmctl, transformers and vLLM load. In it is `llmctl_quality.json` with
-    size, perplexity, KL divergence to the original and speed, measured on the checkpoint as it lies on disk.
+    Makes a folder in AutoAWQ's layout, which other tools load too. In it is `llmctl_quality.json` with size,
+    perplexity, KL divergence to the original and speed, measured on the checkpoint as it lies on disk.
     """
     import torch
 
@@ -43,7 +45,7 @@ def quantize(
     console: Console = context.obj
     settings = environment()
     with console.progress() as progress:
-        source = resolve(asked.model, environment=settings, progress=progress)
+        source = resolve(choose_named(asked.model, file), environment=settings, progress=progress)
     work = prepare(open_checkpoint(source), asked)
     check_output(work, asked.overwrite)
     available = read_machine().memory_available

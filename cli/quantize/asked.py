@@ -9,7 +9,7 @@ from ...kernels.errors import UsageError
 from ...quant.scheme import METHODS, Scheme
 from .gate import Gate
 
-SAMPLES, SEQLEN, EVAL_TOKENS = 32, 512, 4096
+SAMPLES, SEQLEN, EVAL_TOKENS = 16, 512, 4096
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ gets by default; the original runs in float32. Speed compares both as they run b
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,15 +17,16 @@ from ...engine.load.packed import PackedModel
 from ...engine.load.progress import Progress
 from ...engine.request import Request, SamplingParams
 from ...engine.score import Scorer
+from ...kernels.errors import CheckpointError
 from ...kernels.ops import I32Array
 from ...quant.quality import Comparison, compare
 
-_PROMPT, _DECODED, _ROUNDS = 16, 32, 3
+_PROMPT, _DECODED, _ROUNDS = 16, 32, 5
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSpeed:
-    """Tokens per second of one sequence, the median of rounds taken by turns."""
+    """Tokens per second of one sequence: the best of rounds taken by turns, as other work can only slow them."""
 
     before: float
     after: float
@@ -50,21 +50,23 @@ def measure_quality(
 
 
 def measure_speed(before: PackedModel, after: PackedModel, prompt: I32Array, threads: int) -> DecodeSpeed:
-    """How fast each decodes, run by turns so that a busy machine slows both."""
-    engines = [_engine(model, threads) for model in (before, after)]
+    """How fast each decodes, by turns, so that a machine that grows busy slows both."""
+    context = after.spec.context_length
+    start = tuple(prompt[: min(_PROMPT, context // 2)].tolist())
+    tokens = min(_DECODED, context - len(start) - 1)
+    engines = [_engine(model, len(start) + tokens + 1, threads) for model in (before, after)]
     rates: list[list[float]] = [[], []]
     try:
         for number in range(_ROUNDS):
             for engine, found in zip(engines, rates, strict=True):
-                found.append(_decode_rate(engine, number, tuple(prompt[:_PROMPT].tolist())))
+                found.append(_decode_rate(engine, number, start, tokens))
     finally:
         for engine in engines:
             engine.close()
-    return DecodeSpeed(*(statistics.median(found) for found in rates))
+    return DecodeSpeed(*map(max, rates))
 
 
-def _engine(model: PackedModel, threads: int) -> Engine:
-    length = min(_PROMPT + _DECODED + 1, model.spec.context_length)
+def _engine(model: PackedModel, length: int, threads: int) -> Engine:
     config = EngineConfig(
         max_model_len=length,
         max_num_seqs=1,
@@ -75,16 +77,25 @@ def _engine(model: PackedModel, threads: int) -> Engine:
     return assemble(config, model, epoch=new_epoch())[0]
 
 
-def _decode_rate(engine: Engine, number: int, prompt: tuple[int, ...]) -> float:
+def _decode_rate(engine: Engine, number: int, prompt: tuple[int, ...], tokens: int) -> float:
     """Tokens per second behind the first one, which belongs to the prompt."""
     request = Request(
         id=str(number), prompt=prompt, sampling=SamplingParams(temperature=0, ignore_eos=True), seed=0, stop_ids=(),
-        max_tokens=_DECODED + 1,
+        max_tokens=tokens + 1,
     )  # fmt: skip
     engine.add(request)
-    while not any(output.tokens for output in engine.step()):
+    while not _step(engine):
         pass
-    started, tokens = time.perf_counter(), 0
+    started, done = time.perf_counter(), 0
     while engine.has_work:
-        tokens += sum(len(output.tokens) for output in engine.step())
-    return tokens / (time.perf_counter() - started)
+        done += _step(engine)
+    return done / (time.perf_counter() - started)
+
+
+def _step(engine: Engine) -> int:
+    """New tokens; CheckpointError if the model fails, after which there would be none."""
+    outputs = engine.step()
+    for output in outputs:
+        if output.error:
+            raise CheckpointError(f"the model cannot write text: {output.error}", "its weights are broken, or overflow")
+    return sum(len(output.tokens) for output in outputs)

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from ...engine.budget import format_bytes
 from ...engine.load.checkpoint import Checkpoint
+from ...engine.score import ROWS
 from ...kernels.errors import CapacityError, UsageError
 from ...kernels.formats import WeightFormat
 from ...quant.formats.safetensors_write import PlannedTensor
 from ...quant.save import CARD_NAME, plan_awq
-from ...quant.scheme import module_format, quantized_linears
+from ...quant.scheme import quantized_linears
 from .asked import SAMPLES, SEQLEN, Asked
 
 _BASE = 700 << 20  # Python, torch and what they map
@@ -142,9 +143,11 @@ def free_bytes(path: Path) -> int:
 
 
 def memory_needed(shapes: Mapping[str, tuple[int, ...]], asked: Asked) -> int:
-    """Bytes at the peak of the walk: a block and copies of it, moments of its inputs, activations, one kept tensor.
+    """Bytes at the peak, which is in the walk or in measuring.
 
-    A block is there in float32 three times over at most: as it was, as it will be stored, and what a search tries.
+    The walk has a block and copies of it (as it was, as it will be stored, what a search tries), the moments of its
+    inputs, activations, and now and then a tensor that is kept. Measuring has the logits of a window from both models,
+    some of them in float64; weights that are mapped files can be dropped by the system, and are not counted.
     """
     linears = quantized_linears(shapes)
     blocks: dict[str, int] = {}
@@ -158,7 +161,9 @@ def memory_needed(shapes: Mapping[str, tuple[int, ...]], asked: Asked) -> int:
     activations = min(4 * tokens * hidden, ACTIVATION_LIMIT)
     batch = 4 * min(tokens, _BATCH_TOKENS) * (6 * hidden + 4 * max(widths))
     kept = 8 * max(math.prod(shape) for shape in shapes.values())
-    return _BASE + 4 * (3 * max(blocks.values()) + moments) + activations + batch + kept
+    walk = 4 * (3 * max(blocks.values()) + moments) + activations + batch + kept
+    vocabulary = shapes["model.embed_tokens.weight"][0]
+    return _BASE + max(walk, (2 * 4 * SEQLEN + 6 * 8 * ROWS) * vocabulary)
 
 
 def group_name(format: WeightFormat) -> str:
@@ -167,9 +172,7 @@ def group_name(format: WeightFormat) -> str:
 
 
 def linear_bits(work: Work) -> float:
-    """Bits per weight of the quantized Linears alone."""
-    sizes = {module: math.prod(work.shapes[f"{module}.weight"]) for module in work.linears}
-    bits = sum(
-        size * module_format(work.format, work.linears[module]).bits_per_weight() for module, size in sizes.items()
-    )
-    return bits / sum(sizes.values())
+    """Bits per weight of the quantized Linears alone, scales and zero points included."""
+    parts = ((tensor, *tensor.name.rpartition(".")[::2]) for tensor in work.tensors)
+    stored = sum(tensor.nbytes for tensor, module, part in parts if module in work.linears and part != "bias")
+    return 8 * stored / sum(math.prod(work.shapes[f"{module}.weight"]) for module in work.linears)

@@ -7,6 +7,7 @@ usually see. Evaluation then uses text that the model did not write.
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,12 +16,15 @@ import numpy as np
 from ...engine.tokenizer import Tokenizer
 from ...kernels.errors import CapacityError, UsageError
 from ...kernels.ops import I32Array
+from ..bench.longtext import python_documentation
 from .asked import EVAL_TOKENS, SAMPLES, SEQLEN, Asked
-from .text import Documents, Unreachable, open_documents, python_documentation
+from .text import Documents, Unreachable, open_documents
 
 log = logging.getLogger(__name__)
 
 _READ_TOKENS = 1 << 18  # of a text at least, if it has so many, so that samples come from all over it
+
+_STAND_IN = f"Python {platform.python_version()} documentation"
 
 # (samples, tokens of each) -> int32 [samples, tokens]
 WriteText = Callable[[int, int], I32Array]
@@ -63,7 +67,7 @@ def choose_samples(asked: Asked, tokenizer: Tokenizer, context: int, write_text:
     elif len(rest) >= wanted:
         tokens, eval_name = rest, f"a part of {name} that was not used for calibration"
     else:
-        tokens, eval_name = _read(python_documentation(), tokenizer, wanted)
+        tokens, eval_name = _read(Documents(_STAND_IN, iter(python_documentation())), tokenizer, wanted)
     return Samples(calibration, name, _spread(tokens, wanted, window), eval_name)
 
 
@@ -82,10 +86,11 @@ def _calibration(
             rest = tokens[len(tokens) - held_out :] if len(tokens) >= samples * seqlen + held_out else tokens[:0]
             pool = tokens[: len(tokens) - len(rest)]
             found = len(pool) // seqlen
-            if found < (asked.calib_samples or 1):
+            least = asked.calib_samples or 1
+            if found < least:
                 raise UsageError(
-                    f"the calibration text `{asked.calib_dataset}` has {len(pool)} tokens, {found} samples "
-                    f"of {seqlen}, {asked.calib_samples or 1} needed",
+                    f"the calibration text `{asked.calib_dataset}` has {len(pool)} tokens, enough for {found} samples "
+                    f"of {seqlen}, but {least} are needed",
                     "use a longer text, fewer --calib-samples or a smaller --calib-seqlen",
                 )
             if found < samples:

@@ -1,7 +1,7 @@
-"""Where text for calibration and evaluation comes from: files, datasets on the hub, Python's own documentation.
+"""Where text for calibration and evaluation comes from: files, folders of them, datasets on the hub.
 
 Plain text and JSON lines are read here; parquet files and the hub need the `datasets` library, which is loaded only for
-them. No more is read than is needed, so a dataset of any size will do.
+them. Texts are read one after the other, so that a dataset of any size will do.
 """
 
 from __future__ import annotations
@@ -58,13 +58,6 @@ def open_documents(name: str, render_chat: RenderChat) -> Documents:
     return Documents(f"{name} on the hub", _row_texts(name, rows, render_chat))
 
 
-def python_documentation() -> Documents:
-    """The reference topics that `help()` shows: text that is on every machine."""
-    from pydoc_data.topics import topics
-
-    return Documents("Python's own documentation", (topics[name] for name in sorted(topics)))
-
-
 def _file_texts(path: Path, render_chat: RenderChat) -> Iterator[str]:
     suffix = path.suffix.lower()
     if suffix == ".parquet":
@@ -99,7 +92,8 @@ def _json_rows(path: Path) -> Iterator[object]:
 
 
 def _parquet_rows(path: Path) -> Iterator[object]:
-    load_dataset = _load_dataset()
+    from datasets import load_dataset  # pyarrow, which only these files need
+
     try:
         yield from load_dataset("parquet", data_files=str(path), split="train", streaming=True)
     except Exception as error:  # whatever pyarrow raises for a broken file
@@ -108,10 +102,10 @@ def _parquet_rows(path: Path) -> Iterator[object]:
 
 def _hub_rows(repo: str, config: str | None, split: str) -> Iterator[object]:
     """The rows of a dataset. Whether the hub answers is asked first, with a deadline that `datasets` does not have."""
+    from datasets import load_dataset
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-    load_dataset = _load_dataset()
     try:
         HfApi().dataset_info(repo, timeout=HUB_TIMEOUT_S)
     except GatedRepoError as error:
@@ -125,18 +119,6 @@ def _hub_rows(repo: str, config: str | None, split: str) -> Iterator[object]:
         return rows
     except Exception as error:  # an unknown config or split, or a dataset that is a script
         raise UsageError(f"cannot read dataset `{repo}`: {error}", "write it as ID:CONFIG:SPLIT") from error
-
-
-def _load_dataset() -> Callable[..., Iterator[object]]:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise UsageError(
-            "parquet files and datasets on the hub need the `datasets` library",
-            "`pip install 'llmctl-toolchain[data]'`, or use a text or JSONL file",
-        ) from error
-    found: Callable[..., Iterator[object]] = load_dataset
-    return found
 
 
 def _row_texts(name: str, rows: Iterator[object], render_chat: RenderChat) -> Iterator[str]:

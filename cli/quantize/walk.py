@@ -14,16 +14,17 @@ from ...engine.load.checkpoint import Checkpoint
 from ...engine.load.progress import Progress
 from ...engine.load.text import ModelText
 from ...engine.models.block import DecoderBlock, dense_attend
+from ...engine.models.decoder import scale_as_stored
 from ...kernels.ops import I32Array
 from ...quant.calibrate import Activations, LinearReport, embed, quantize_blocks
 from ...quant.save import AwqWriter, text_files
 from ...quant.scheme import Scheme, quantized_linears
-from ...quant.tensor import WeightTensor
 from .preflight import ACTIVATION_LIMIT, Work
 
 log = logging.getLogger(__name__)
 
 _EMBEDDING = "model.embed_tokens.weight"
+_OFFSET_KEY = "norm_offset_added"  # `engine/models/families.py`
 
 
 def write_quantized(
@@ -36,7 +37,7 @@ def write_quantized(
     try:
         for name in work.shapes:
             if not name.startswith("model.layers."):
-                writer.add(name, _tensor(checkpoint.read(name)))
+                writer.add(name, _tensor(checkpoint, name))
         activations = None if calibration is None else _embedded(checkpoint, calibration)
         blocks = quantize_blocks(
             lambda layer: _block(checkpoint, layer),
@@ -70,30 +71,42 @@ def _place(module: str) -> tuple[int, str]:
 def _block(checkpoint: Checkpoint, layer: int) -> DecoderBlock:
     prefix = f"model.layers.{layer}."
     names = [name for name in checkpoint.tensors if name.startswith(prefix)]
-    tensors = {name.removeprefix(prefix): torch.from_numpy(checkpoint.read(name).dequantize()) for name in names}
-    return DecoderBlock(checkpoint.spec, layer, tensors)
+    tensors = {name.removeprefix(prefix): _tensor(checkpoint, name) for name in names}
+    offset = 1.0 if _holds_offset(checkpoint) else checkpoint.spec.norm_offset
+    return DecoderBlock(msgspec.structs.replace(checkpoint.spec, norm_offset=offset), layer, tensors)
 
 
 def _embedded(checkpoint: Checkpoint, tokens: I32Array) -> Activations:
     """What the first block reads of these tokens; only their own rows of the embedding are unpacked."""
     rows, places = np.unique(tokens, return_inverse=True)
-    embedding = checkpoint.files.read(_EMBEDDING).select_rows(rows.astype(np.int64)).dequantize()
+    stored = checkpoint.files.read(_EMBEDDING)
+    embedding = stored.select_rows(rows.astype(np.int64)).dequantize()
+    embedding *= np.float32(scale_as_stored(checkpoint.spec.embedding_scale, stored.format))
     return embed(torch.from_numpy(places.reshape(tokens.shape)), torch.from_numpy(embedding), ACTIVATION_LIMIT)
 
 
-def _tensor(weight: WeightTensor) -> torch.Tensor:
-    """The values, not widened if they are stored as float16, which is what will be written."""
-    return torch.from_numpy(weight.data if weight.format.kind == "f16" else weight.dequantize())
+def _tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    """The tensor's values as a Hugging Face checkpoint has them; float16 is not widened."""
+    weight = checkpoint.read(name)
+    values = torch.from_numpy(weight.data.copy() if weight.format.kind == "f16" else weight.dequantize())
+    return values - 1 if _holds_offset(checkpoint) and name.endswith("norm.weight") else values
+
+
+def _holds_offset(checkpoint: Checkpoint) -> bool:
+    """Whether norms hold the 1 that their model adds, as in GGUF files; it must not be written."""
+    return checkpoint.config.get(_OFFSET_KEY) is True
 
 
 def _config(checkpoint: Checkpoint) -> dict[str, object]:
     """config.json without what it says of the source's own quantization."""
-    config = {k: v for k, v in checkpoint.config.items() if k not in ("quantization_config", "compression_config")}
+    left_out = ("quantization_config", "compression_config", _OFFSET_KEY)
+    config = {key: value for key, value in checkpoint.config.items() if key not in left_out}
+    spec = checkpoint.spec
     if checkpoint.source.kind == "gguf":
-        rope = checkpoint.spec.rope
-        if rope.kind == "factors":
-            log.warning("the model's rope factors are written as only llmctl reads them")
-        config["rope_theta"] = rope.theta  # where transformers 4 looks for it
+        if spec.rope.kind == "factors":
+            log.warning("the model's rope factors are written in a form that only llmctl reads")
+        if spec.rope_local is None:
+            config["rope_theta"] = spec.rope.theta  # where transformers 4 looks for it
     return config
 
 

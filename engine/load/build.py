@@ -1,6 +1,7 @@
 """Building an entry of the packed cache: stream, pack, hash, sync, rename.
 
-Tensors go through one by one, so that memory holds about one of them. Everything is written into a temporary folder
+Tensors go through one by one and are converted and packed a few rows at a time, so that memory holds about one of them
+as it is stored. Everything is written into a temporary folder
 beside the entry, which gets the entry's name only when it is whole and on disk: readers see an entry or none. The
 builder holds a lock on that folder, so that one which a crash left behind can be told from one being filled, and is
 removed. Of two processes that build the same entry, the slower one takes the other's.
@@ -12,6 +13,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import os
 import secrets
 import shutil
@@ -23,11 +25,11 @@ import msgspec
 
 from ...kernels.cpu.pack import LAYOUT_VERSION, pack
 from ...kernels.errors import CheckpointError
+from ...kernels.ops import PANEL
 from ...quant.formats.stored import StoredTensor
 from ...quant.staging import sync
-from ...quant.tensor import Array
 from .checkpoint import Checkpoint
-from .convert import convert, packed_form, target_format
+from .convert import convert, packed_form, roundings, target_format
 from .disk import NO_SPACE, disk_full
 from .entry import (
     CHAT,
@@ -52,6 +54,7 @@ from .progress import Progress
 
 TEMPORARY = ".building-"
 _NOT_EMPTY = (errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST)
+_CHUNK_ELEMENTS = 1 << 21
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -139,6 +142,7 @@ def _write_entry(
         spec=checkpoint.spec,
         tensors=tensors,
         bytes=size,
+        roundings=roundings(checkpoint.tensors.values(), dtype),
         text_bytes=(len(tokenizer_json), len(chat_json)),
         text_digest=text_digest(tokenizer_json, chat_json),
     )
@@ -188,25 +192,32 @@ def _write_tensors(
     position = HEADER_BYTES
     for tensor in manifest.tensors:
         progress(f"packing {manifest.name}", position, manifest.bytes)
-        data = _packed(checkpoint, tensor, manifest.dtype)
-        assert data.nbytes == tensor.bytes, (tensor, data.nbytes)
-        for part in (bytes(tensor.offset - position), data.data):
+        for part in itertools.chain(
+            (memoryview(bytes(tensor.offset - position)),), _packed(checkpoint, tensor, manifest.dtype)
+        ):
             file.write(part)
             digest.update(part)
-        position = tensor.offset + tensor.bytes
+            position += part.nbytes
+        assert position == tensor.offset + tensor.bytes, (tensor, position)
     progress(f"packing {manifest.name}", position, manifest.bytes)
 
 
-def _packed(checkpoint: Checkpoint, tensor: PackedTensor, dtype: str) -> Array:
+def _packed(checkpoint: Checkpoint, tensor: PackedTensor, dtype: str) -> Iterator[memoryview]:
+    """The tensor's bytes in parts, made one by one: panels follow one another, so rows can be packed by themselves."""
     if tensor.format == ORDER:
         order = checkpoint.tensors[tensor.name].order
         assert order is not None, tensor
-        return order
+        yield order.data
+        return
     if tensor.format == VECTOR:
-        return checkpoint.read_vector(tensor.name)
+        yield checkpoint.read_vector(tensor.name).data
+        return
     weight = checkpoint.read(tensor.name)
-    weight = convert(tensor.name, weight, target_format(weight.format, dtype))
-    return pack(weight.format, weight.data, weight.scales, weight.zeros)
+    target = target_format(weight.format, dtype)
+    step = max(1, _CHUNK_ELEMENTS // (PANEL * tensor.k)) * PANEL
+    for start in range(0, tensor.n, step):
+        rows = convert(tensor.name, weight.select_rows(slice(start, start + step)), target)
+        yield pack(target, rows.data, rows.scales, rows.zeros).data
 
 
 def _publish(folder: Path, target: Path) -> None:

@@ -1,6 +1,13 @@
-"""Weights in another float format than they are stored in, for `--dtype`."""
+"""Weights in another format than they are stored in: one that kernels read, or the float type of `--dtype`.
+
+Some of GGUF's types have no kernel that reads them as they are. They get the nearest format that has one, which costs a
+little exactness: what it costs is said by `roundings`, and `--dtype float32` keeps every value.
+"""
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -9,14 +16,31 @@ from ...kernels.cpu.pack import packed_bytes
 from ...kernels.errors import UnsupportedModel, UsageError
 from ...kernels.formats import BF16, F16, F32, WeightFormat
 from ...quant.formats.stored import StoredTensor
-from ...quant.tensor import WeightTensor
+from ...quant.tensor import Array, WeightTensor
 
 TARGETS: dict[str, WeightFormat | None] = {"auto": None, "float32": F32, "float16": F16, "bfloat16": BF16}
+_GROUP = 32  # of weights whose codes are made anew
 
 
 def target_format(stored: WeightFormat, dtype: str) -> WeightFormat:
     """The format that a weight stored like this gets under `--dtype dtype`."""
-    return TARGETS[dtype] or stored
+    return TARGETS[dtype] or _kernel_format(stored)
+
+
+def roundings(tensors: Iterable[StoredTensor], dtype: str) -> tuple[str, ...]:
+    """What `--dtype auto` does not keep of these tensors, in a line per storage type; nothing for a type asked for."""
+    kinds = {t.dtype: t.format for t in tensors if t.format is not None and len(t.shape) == 2}
+    lines = (rounding(name, format, dtype) for name, format in sorted(kinds.items()))
+    return tuple(line for line in lines if line)
+
+
+def rounding(name: str, stored: WeightFormat, dtype: str = "auto") -> str:
+    """What is not kept of weights of the storage type `name`, "" if every value is or if a float type was asked for."""
+    target = target_format(stored, dtype)
+    if target.is_float or target == stored:
+        return ""
+    what = "scales rounded to float16" if _same_codes(stored, target) else "values rounded to 8 bits"
+    return f"{name} stored as {target.name}: {what}"
 
 
 def packed_form(stored: StoredTensor, dtype: str) -> tuple[WeightFormat, int]:
@@ -35,20 +59,72 @@ def convert(name: str, weight: WeightTensor, target: WeightFormat) -> WeightTens
     """The weight in `target`, rounded to nearest even; UsageError if a value is too large for float16."""
     if weight.format == target:
         return weight
+    if not target.is_float:
+        return _narrowed(name, weight, target) if _same_codes(weight.format, target) else _to_int8(name, weight, target)
     values = weight.dequantize()
     if target == F32:
         return WeightTensor(F32, values)
     if target == BF16:
         return WeightTensor(BF16, _to_bf16(values))
     assert target == F16, target.name
+    return WeightTensor(F16, _to_f16(f"tensor `{name}` holds", values))
+
+
+def _kernel_format(stored: WeightFormat) -> WeightFormat:
+    """What kernels read in place of `stored`: itself wherever they can."""
+    if stored.kind == "int8" and (stored.zero == "min" or (stored.scales == "f32" and stored.group < _GROUP)):
+        return WeightFormat("int8", _GROUP)
+    return stored if stored.is_float else dataclasses.replace(stored, scales="f16")
+
+
+def _same_codes(stored: WeightFormat, target: WeightFormat) -> bool:
+    return dataclasses.replace(stored, scales="f16") == target
+
+
+def _narrowed(name: str, weight: WeightTensor, target: WeightFormat) -> WeightTensor:
+    """The same codes with scales and minima as float16: a value moves by at most 2**-11 of its two terms.
+
+    Below float16's normal range, 2**-14, a scale moves by up to 2**-25.
+    """
+    assert weight.scales is not None
+    scales = _to_f16(f"tensor `{name}` has scale", weight.scales)
+    zeros = None if weight.zeros is None else _to_f16(f"tensor `{name}` has minimum", weight.zeros)
+    return WeightTensor(target, weight.data, scales, zeros, weight.order)
+
+
+def _to_int8(name: str, weight: WeightTensor, target: WeightFormat) -> WeightTensor:
+    """Codes -128..127 and a scale per group, for codes of at most 6 bits with minima or in smaller groups.
+
+    Without minima the new step is a whole part of the step of that one of the smaller groups whose values are largest:
+    it keeps its values but for the scale's rounding to float16, and the others, whose own steps are smaller, move by at
+    most half of the new step. With minima the step is the largest value through 127.
+    """
+    assert weight.scales is not None and weight.order is None, weight.format
+    n, k = weight.data.shape
+    groups = k // target.group
+    values = weight.dequantize().reshape(n, groups, target.group)
+    peaks = np.abs(values).max(2)
+    steps = peaks / np.float32(127)
+    if weight.zeros is None:
+        parts = np.abs(weight.scales).reshape(n, groups, -1).max(2).astype(np.float32)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            whole = parts / np.floor(np.float32(128) * parts / peaks)
+        steps = np.where(np.isfinite(whole), whole, steps)
+    scales = _to_f16(f"tensor `{name}` has scale", steps)
+    rounded = scales.astype(np.float32)[:, :, None]
+    codes = np.divide(values, rounded, out=np.zeros_like(values), where=rounded != 0)
+    np.rint(codes, out=codes)
+    np.clip(codes, -128, 127, out=codes)
+    return WeightTensor(target, codes.astype(np.int8).reshape(n, k), scales)
+
+
+def _to_f16(what: str, values: Array) -> npt.NDArray[np.float16]:
     with np.errstate(over="ignore"):
         halves = values.astype(np.float16)
     if not np.isfinite(halves).all():
         largest = float(np.abs(values).max())
-        raise UsageError(
-            f"tensor `{name}` holds {largest:g}, more than float16 can (65504)", "use --dtype bfloat16 or float32"
-        )
-    return WeightTensor(F16, halves)
+        raise UsageError(f"{what} {largest:g}, more than float16 can (65504)", "use --dtype bfloat16 or float32")
+    return halves
 
 
 def _to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

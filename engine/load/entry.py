@@ -21,7 +21,7 @@ from ...kernels.formats import parse_weight_format
 from ..models.arch import DecoderSpec
 from .text import ChatInfo
 
-ENTRY_VERSION = 3
+ENTRY_VERSION = 4
 ALIGNMENT = 64
 VECTOR = "vector"  # the format of what is no matrix
 ORDER = "order"  # in which the weight of the same name, which follows, reads its inputs
@@ -47,6 +47,8 @@ class PackedTensor(msgspec.Struct, frozen=True, array_like=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """`bytes` is the size of weights.bin, `text_bytes` those of tokenizer.json and chat.json.
 
+    `roundings` tell, in lines for people, what of the checkpoint's values is not kept.
+
     `implementation` computes the model. One that is not ours reads the weights itself, and there are no tensors here.
 
     `text_digest` is the SHA-256 of those two, small enough to be checked at every start.
@@ -64,6 +66,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     implementation: str
     spec: DecoderSpec
     tensors: tuple[PackedTensor, ...]
+    roundings: tuple[str, ...] = ()
     bytes: int
     text_bytes: tuple[int, int]
     text_digest: str = ""

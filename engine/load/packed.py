@@ -28,7 +28,7 @@ from ..models.arch import DecoderSpec
 from ..models.decoder import Decoder, Limits, build_decoder
 from .build import build_entry, remove_abandoned
 from .checkpoint import open_checkpoint
-from .convert import TARGETS
+from .convert import TARGETS, roundings
 from .entry import (
     ENTRY_VERSION,
     MANIFEST,
@@ -54,7 +54,8 @@ _HEAD_BYTES = 1 << 20
 class PackedModel:
     """A model ready to run: `weights` and `vectors` are read-only views of one mapped file, by Hugging Face name.
 
-    Without `lm_head.weight` the head is the embedding. `digest` is the hash of everything the model is made of.
+    Without `lm_head.weight` the head is the embedding. `roundings` tell what of the checkpoint is not kept. `digest` is
+    the hash of everything the model is made of.
     """
 
     name: str
@@ -64,6 +65,7 @@ class PackedModel:
     folder: Path
     chat: ChatInfo
     digest: str
+    roundings: tuple[str, ...] = ()
     implementation: str = "llmctl"
 
     @property
@@ -93,6 +95,7 @@ class Entry:
     formats: tuple[str, ...] = ()
     problem: str = ""
     implementation: str = "llmctl"
+    roundings: tuple[str, ...] = ()
 
 
 def open_packed(source: Source, *, dtype: str = "auto", cache: Path, progress: Progress | None = None) -> PackedModel:
@@ -111,7 +114,10 @@ def open_packed(source: Source, *, dtype: str = "auto", cache: Path, progress: P
                 return _map(source.name, folder, read_manifest(folder))
             except BadEntry as error:
                 log.warning("packed weights in %s are rebuilt: %s", folder, error)
-        build_entry(open_checkpoint(source), key, dtype, packed, progress or silent)
+        checkpoint = open_checkpoint(source)
+        for rounding in roundings(checkpoint.tensors.values(), dtype):
+            log.warning("%s: %s (--dtype float32 keeps every value)", source.name, rounding)
+        build_entry(checkpoint, key, dtype, packed, progress or silent)
     try:
         return _map(source.name, folder, read_manifest(folder))
     except BadEntry as error:
@@ -151,7 +157,12 @@ def list_entries(cache: Path) -> tuple[Entry, ...]:
             continue
         formats = tuple(dict.fromkeys(t.format for t in manifest.tensors if t.format not in (VECTOR, ORDER)))
         made_of = manifest.name, manifest.source, manifest.dtype
-        entries.append(Entry(folder.name, folder, size, *made_of, formats, implementation=manifest.implementation))
+        entries.append(
+            Entry(
+                folder.name, folder, size, *made_of, formats,
+                implementation=manifest.implementation, roundings=manifest.roundings,
+            )
+        )  # fmt: skip
     return tuple(entries)
 
 
@@ -197,4 +208,8 @@ def _map(name: str, folder: Path, manifest: Manifest) -> PackedModel:
         else:
             order = orders.get(tensor.name)  # stands before its weight
             weights[tensor.name] = PackedWeight(parse_weight_format(tensor.format), tensor.n, tensor.k, view, order)
-    return PackedModel(name, manifest.spec, weights, vectors, folder, read_chat(folder), manifest.digest)
+    for rounding in manifest.roundings:
+        log.info("%s: %s", name, rounding)
+    return PackedModel(
+        name, manifest.spec, weights, vectors, folder, read_chat(folder), manifest.digest, manifest.roundings
+    )

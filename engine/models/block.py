@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ...kernels.errors import UnsupportedModel
 from ...quant.sites import ScaleSite
 from .arch import DecoderSpec
 from .rope import inverse_frequencies
@@ -134,18 +133,13 @@ class DecoderBlock(nn.Module):
 
     @property
     def sites(self) -> tuple[ScaleSite, ...]:
-        """Its Linears by what produces their inputs: AutoAWQ's mapping, with value heads shared by query heads too.
-
-        Raises UnsupportedModel for norms with an offset or sandwich norms, into which no scale can be folded as it is.
-        """
-        if self.sandwich or self.norm_offset:
-            raise UnsupportedModel(
-                "activation-aware scales cannot be folded into this family's norms", "quantize it with `--method rtn`"
-            )
+        """Its Linears by what produces their inputs: AutoAWQ's mapping, with value heads shared by query heads too."""
+        attention = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        before_mlp = "pre_feedforward_layernorm" if self.sandwich else "post_attention_layernorm"
         return (
-            ScaleSite("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+            ScaleSite("input_layernorm", attention, offset=self.norm_offset),
             ScaleSite("self_attn.v_proj", ("self_attn.o_proj",), self.shared_heads),
-            ScaleSite("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
+            ScaleSite(before_mlp, ("mlp.gate_proj", "mlp.up_proj"), offset=self.norm_offset),
             ScaleSite("mlp.up_proj", ("mlp.down_proj",)),
         )
 

@@ -67,16 +67,19 @@ class Sampler:
     def _accept(self, chunk: Chunk, row: int, wanted: int) -> ChunkResult:
         if not wanted:
             return ChunkResult(chunk.slot)
-        args, accepted = self._args, 1
+        args, accepted = self._args, 0
         first = chunk.start + chunk.logits_from + 1  # position of the first sampled token
         tokens = self._slots.tokens[chunk.slot]
-        while accepted < wanted and args.token[row + accepted - 1] == tokens[first + accepted - 1]:
+        while finite := bool(args.finite[row + accepted]):
             accepted += 1
+            if accepted == wanted or args.token[row + accepted - 1] != tokens[first + accepted - 1]:
+                break
         sampled = args.token[row : row + accepted].tolist()
-        finite = bool(args.finite[row : row + accepted].all())
-        tokens[first : first + accepted] = sampled if finite else 0
+        tokens[first : first + accepted] = sampled
+        if not finite:
+            tokens[first + accepted] = 0  # whatever was sampled: a step in flight may feed it
         num_top = int(self._slots.sampling[chunk.slot]["logprobs"])
-        if num_top < 0 or not finite:
+        if num_top < 0:
             return ChunkResult(chunk.slot, tuple(sampled), finite)
         span = slice(row, row + accepted)
         return ChunkResult(

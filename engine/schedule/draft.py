@@ -13,12 +13,17 @@ from .step import Admit, Chunk, Copy, Step, TableDelta
 
 
 class Row(NamedTuple):
-    """A chunk and whose it is, kept until its result comes. `samples`: the last position samples a token."""
+    """A chunk and whose it is, kept until its result comes.
+
+    `samples`: the last known position samples a token, and so does each of `drafts`, which come after it and are
+    counted in `tokens`.
+    """
 
     seq: Sequence
     start: int
     tokens: int
     samples: bool
+    drafts: tuple[int, ...] = ()
 
 
 class Draft:
@@ -48,6 +53,12 @@ class Draft:
         self.rows.append(Row(seq, seq.scheduled, count, samples))
         self.left -= count
 
+    def speculate(self, place: int, drafts: tuple[int, ...]) -> None:
+        """Let the row at `place`, which samples, go on over proposed tokens."""
+        row = self.rows[place]
+        self.rows[place] = row._replace(tokens=row.tokens + len(drafts), drafts=drafts)
+        self.left -= len(drafts)
+
     def freeze(self, index: int, drop: tuple[int, ...]) -> Step:
         """The finished Step. Blocks are announced here, once per sequence and group."""
         tables: list[TableDelta] = []
@@ -58,7 +69,7 @@ class Draft:
                     tables.append(TableDelta(seq.slot, group, blocks))
                 seq.announced = len(seq.blocks)
         chunks = tuple(
-            Chunk(row.seq.slot, row.start, row.tokens, row.tokens - 1 if row.samples else row.tokens)
+            Chunk(row.seq.slot, row.start, row.tokens, row.tokens - len(row.drafts) - row.samples, row.drafts)
             for row in self.rows
         )
         return Step(index, drop, tuple(self._admits), tuple(tables), tuple(self._copies), chunks)

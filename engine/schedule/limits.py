@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...kernels.errors import CapacityError, UsageError
+from ..config import NO_SPECULATION, SpeculativeConfig
 from ..request import Request
 
 
@@ -22,6 +23,7 @@ class SchedulerConfig:
     depth: int = 1
     epoch: int = 0
     eviction_k: int = 2  # K of LRU-K; 1 is LRU
+    speculation: SpeculativeConfig = NO_SPECULATION
     tenant_weights: tuple[tuple[str, float], ...] = ()  # shares of the fair queue; 1 for who is not named
 
     @property

@@ -42,9 +42,10 @@ class Sequence:
     blocks     per logical block, one physical block of every KV group
     borrowed   how many leading entries of `blocks` were another's when this sequence was admitted
     announced  how many entries of `blocks` the runner knows
-    scheduled  positions scheduled since admission, those of steps in flight included
+    scheduled  positions scheduled since admission, those of steps in flight included; drafts too, which are taken
+               back when they are rejected
     computed   positions whose step's result was seen: their KV is final
-    pending    tokens being sampled by steps in flight
+    pending    tokens being sampled by steps in flight, those that depend on drafts not counted
     in_flight  steps in flight that have a chunk of this sequence
     published  full blocks known to the prefix tree, the last of them as `cursor`
     charged    positions that were ever scheduled: recomputing is not the tenant's fault
@@ -104,7 +105,10 @@ class Sequence:
 
     @property
     def todo(self) -> int:
-        """Positions that can be computed now: their tokens are known, or are sampled by a step in flight."""
+        """Positions that can be computed now: their tokens are known, or are sampled by a step in flight.
+
+        Not above 0 while drafts are being verified, since what comes after them is not known.
+        """
         return min(len(self.tokens) + self.pending, self.goal) - self.scheduled
 
     @property

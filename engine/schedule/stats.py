@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .sequence import Phase
+from .memory import KVMemory
+from .sequence import Phase, Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Counts now (sequences, blocks summed over groups) and since the start (the rest)."""
+    """Counts now (sequences, blocks summed over groups) and since the start (the rest).
+
+    `drafts` are chunks with `draft_tokens` proposed tokens together, of which `accepted_tokens` stood.
+    """
 
     waiting: int
     running: int
@@ -24,6 +28,46 @@ class SchedulerStats:
     evicted_reused: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the scheduler counts since its start."""
+
+    steps: int = 0
+    scheduled_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+    query_tokens: int = 0
+    hit_tokens: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+
+    def stats(self, memory: KVMemory, waiting: int, running: int) -> SchedulerStats:
+        """These counts beside how memory stands now."""
+        pools, tree = memory.pools, memory.tree
+        return SchedulerStats(
+            waiting=waiting,
+            running=running,
+            blocks_free=sum(pool.num_free for pool in pools),
+            blocks_active=sum(pool.num_active for pool in pools),
+            blocks_cached=sum(pool.num_cached for pool in pools),
+            steps=self.steps,
+            scheduled_tokens=self.scheduled_tokens,
+            recomputed_tokens=self.recomputed_tokens,
+            preemptions=self.preemptions,
+            evictions=tree.evictions,
+            evicted_reused=tree.evicted_reused,
+            prefix_query_tokens=self.query_tokens,
+            prefix_hit_tokens=self.hit_tokens,
+            drafts=self.drafts,
+            draft_tokens=self.draft_tokens,
+            accepted_tokens=self.accepted_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +82,17 @@ class SequenceState:
     computed_tokens: int
     blocks: int
     slot: int
+
+
+def state_of(seq: Sequence) -> SequenceState:
+    """Where the sequence stands now."""
+    return SequenceState(
+        request_id=seq.request.id,
+        index=seq.index,
+        phase=seq.phase,
+        prompt_tokens=seq.prompt_len,
+        generated_tokens=seq.generated,
+        computed_tokens=seq.computed,
+        blocks=len(seq.blocks),
+        slot=seq.slot,
+    )

@@ -84,8 +84,10 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
 class ChunkResult(msgspec.Struct, frozen=True, array_like=True):
     """What one chunk sampled: one token per position with logits (none for a chunk that ends inside a prompt).
 
-    logprobs[i] belongs to tokens[i] and is present if the slot's sampling asked for it; top_ids and top_logprobs hold
-    `SlotSampling.logprobs` entries for each token, best first. `finite` is False when a logits row held NaN or Inf.
+    With drafts the tokens end with the first that is not the draft in its place: it is the target's own, and what was
+    computed after it is void. logprobs[i] belongs to tokens[i] and is present if the slot's sampling asked for it;
+    top_ids and top_logprobs hold `SlotSampling.logprobs` entries for each token, best first. `finite` is False when
+    the logits row after the last token held NaN or Inf.
     """
 
     slot: int

@@ -1,7 +1,7 @@
 """Reading GGUF files (versions 2 and 3, little-endian): metadata and tensors, without the gguf library.
 
-Blocks of Q4_0, Q4_1 and Q8_0 are taken apart into codes and scales exactly as stored; nothing is dequantized. What the
-metadata and the names mean is in `gguf_model.py` and `gguf_tokenizer.py`.
+What the blocks of quantized tensors hold is in `gguf_blocks.py`, what the metadata and the names mean in
+`gguf_model.py` and `gguf_tokenizer.py`.
 
 Files come from strangers. Every count and length is checked against the bytes that are left before anything of that
 size is made, so a lying header costs an error and not gigabytes.
@@ -22,60 +22,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.errors import CheckpointError, UnsupportedModel
-from ...kernels.formats import BF16, F16, F32, WeightFormat
 from ..tensor import WeightTensor
+from .gguf_blocks import SUPPORTED, TYPES, read_blocks
 from .stored import FLOAT_VIEWS, StoredTensor, map_file, shape_text
 
 Value = bool | int | float | str | list["Value"]
 
-BLOCK = 32
 MAX_DEPTH = 4  # arrays in arrays
 MAX_DIMS = 4
+_BY_NAME = {kind.name: kind for kind in TYPES.values()}
 _REFETCH = "the file is broken or cut short: fetch it again"
 
-
-class _Type(NamedTuple):
-    name: str
-    block: int  # elements
-    size: int  # bytes per block
-    format: WeightFormat | None = None
-
-
-_TYPES = {
-    0: _Type("F32", 1, 4, F32),
-    1: _Type("F16", 1, 2, F16),
-    2: _Type("Q4_0", BLOCK, 18, WeightFormat("int4", BLOCK)),
-    3: _Type("Q4_1", BLOCK, 20, WeightFormat("int4", BLOCK, "min")),
-    6: _Type("Q5_0", BLOCK, 22),
-    7: _Type("Q5_1", BLOCK, 24),
-    8: _Type("Q8_0", BLOCK, 34, WeightFormat("int8", BLOCK)),
-    9: _Type("Q8_1", BLOCK, 36),
-    10: _Type("Q2_K", 256, 84),
-    11: _Type("Q3_K", 256, 110),
-    12: _Type("Q4_K", 256, 144),
-    13: _Type("Q5_K", 256, 176),
-    14: _Type("Q6_K", 256, 210),
-    15: _Type("Q8_K", 256, 292),
-    16: _Type("IQ2_XXS", 256, 66),
-    17: _Type("IQ2_XS", 256, 74),
-    18: _Type("IQ3_XXS", 256, 98),
-    19: _Type("IQ1_S", 256, 50),
-    20: _Type("IQ4_NL", BLOCK, 18),
-    21: _Type("IQ3_S", 256, 110),
-    22: _Type("IQ2_S", 256, 82),
-    23: _Type("IQ4_XS", 256, 136),
-    24: _Type("I8", 1, 1),
-    25: _Type("I16", 1, 2),
-    26: _Type("I32", 1, 4),
-    27: _Type("I64", 1, 8),
-    28: _Type("F64", 1, 8),
-    29: _Type("IQ1_M", 256, 56),
-    30: _Type("BF16", 1, 2, BF16),
-    34: _Type("TQ1_0", 256, 54),
-    35: _Type("TQ2_0", 256, 66),
-    39: _Type("MXFP4", BLOCK, 17),
-}
-_SUPPORTED = ", ".join(kind.name for kind in _TYPES.values() if kind.format is not None)
 
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
@@ -94,16 +51,16 @@ class GGUFFile:
 
     def check_readable(self, name: str) -> None:
         """Raise UnsupportedModel, naming the tensor's type, if it is none that can be read."""
-        self.tensors[name].readable_format(_SUPPORTED)
+        self.tensors[name].readable_format(SUPPORTED)
 
     def read(self, name: str) -> WeightTensor:
         """The tensor as stored; UnsupportedModel if its type cannot be read."""
         tensor = self.tensors[name]
-        format = tensor.readable_format(_SUPPORTED)
+        format = tensor.readable_format(SUPPORTED)
         raw = self.data[tensor.offset : tensor.offset + tensor.nbytes]
         if format.is_float:
             return WeightTensor(format, raw.view(FLOAT_VIEWS[format.kind]).reshape(tensor.shape))
-        return _read_blocks(format, raw, tensor.shape)
+        return read_blocks(_BY_NAME[tensor.dtype], raw, tensor.shape)
 
 
 def open_gguf(path: Path) -> GGUFFile:
@@ -160,9 +117,9 @@ def _parse_tensor(cursor: _Cursor) -> _Entry:
 
 def _place(path: Path, entry: _Entry, start: int, alignment: int, file_size: int) -> StoredTensor:
     where = f"tensor `{entry.name}` of `{path}`"
-    kind = _TYPES.get(entry.type)
+    kind = TYPES.get(entry.type)
     if kind is None:
-        raise UnsupportedModel(f"{where} has unknown type {entry.type}", f"supported types: {_SUPPORTED}")
+        raise UnsupportedModel(f"{where} has unknown type {entry.type}", f"supported types: {SUPPORTED}")
     if 0 in entry.shape or entry.shape[-1] % kind.block:
         raise CheckpointError(
             f"{where} has shape {shape_text(entry.shape)}, but {kind.name} needs rows of whole {kind.block}s", _REFETCH
@@ -182,28 +139,6 @@ def _check_overlaps(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
     for before, after in pairwise(ordered):
         if before.offset + before.nbytes > after.offset:
             raise CheckpointError(f"tensors `{before.name}` and `{after.name}` of `{path}` overlap", _REFETCH)
-
-
-def _read_blocks(format: WeightFormat, raw: npt.NDArray[np.uint8], shape: tuple[int, ...]) -> WeightTensor:
-    """Codes, scales and minima of Q8_0, Q4_0 or Q4_1 blocks: float16 numbers first, then 32 codes.
-
-    Byte j of a 4-bit block holds element j in its low and element j + 16 in its high half.
-    """
-    rows, groups = math.prod(shape[:-1]), shape[-1] // BLOCK
-    blocks = raw.reshape(rows, groups, -1)
-    scales = _halves(blocks[:, :, 0:2], (*shape[:-1], groups))
-    if format.kind == "int8":
-        return WeightTensor(format, np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8).reshape(shape), scales)
-    first = 4 if format.zero == "min" else 2
-    codes = np.empty((rows, groups, 2, BLOCK // 2), np.uint8)
-    np.bitwise_and(blocks[:, :, first:], 15, out=codes[:, :, 0])
-    np.right_shift(blocks[:, :, first:], 4, out=codes[:, :, 1])
-    minima = _halves(blocks[:, :, 2:4], (*shape[:-1], groups)) if format.zero == "min" else None
-    return WeightTensor(format, codes.reshape(shape), scales, minima)
-
-
-def _halves(raw: npt.NDArray[np.uint8], shape: tuple[int, ...]) -> npt.NDArray[np.float16]:
-    return np.ascontiguousarray(raw).view(np.float16).reshape(shape)
 
 
 class _Cursor:

@@ -14,7 +14,7 @@ from llmctl.cli.options import (
     parse_dtype,
     parse_length,
 )
-from llmctl.engine.config import EngineConfig
+from llmctl.engine.config import EngineConfig, SpeculativeConfig
 from llmctl.engine.request import SamplingParams
 from llmctl.kernels.errors import UsageError
 
@@ -79,7 +79,8 @@ def test_every_engine_option_reaches_the_config():
     line = (
         "m --dtype bf16 --kv-cache-dtype half --max-model-len 2k --max-num-seqs 3 --max-num-batched-tokens 1K "
         "--block-size 64 --num-gpu-blocks-override 7 --kv-cache-memory-bytes 1G --no-enable-prefix-caching "
-        "--scheduling-policy fcfs --threads 2 --seed 9 --async-depth 2 --kernels generic"
+        "--scheduling-policy fcfs --threads 2 --seed 9 --async-depth 2 --kernels generic "
+        '--speculative-config {"num_speculative_tokens":5,"prompt_lookup_max":6}'
     )
     config, sampling = read(*line.split())
     assert config == EngineConfig(
@@ -98,6 +99,7 @@ def test_every_engine_option_reaches_the_config():
         seed=9,
         async_depth=2,
         kernels="generic",
+        speculative_config=SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_max=6),
     )
     assert sampling.seed == 9
 
@@ -106,7 +108,8 @@ def test_options_of_memory_are_those_that_a_plan_depends_on():
     import inspect
 
     names = set(inspect.signature(memory_config).parameters) - {"model_option"}
-    left_out = {"enable_prefix_caching", "scheduling_policy", "threads", "seed", "async_depth", "kernels"}
+    left_out = {"enable_prefix_caching", "scheduling_policy", "threads", "seed", "async_depth"}
+    left_out |= {"kernels", "speculative_config"}
     assert names == set(EngineConfig.__struct_fields__) - left_out
 
 

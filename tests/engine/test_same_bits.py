@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from llmctl.engine.config import EngineConfig, environment
+from llmctl.engine.config import EngineConfig, SpeculativeConfig, environment
 from llmctl.engine.launch import build_engine
 from llmctl.engine.llm import LLM
 from llmctl.engine.load.hub import resolve
@@ -27,7 +27,15 @@ from .quantized import write_quantized
 from .tiny import write_checkpoint
 
 Result = tuple[tuple[tuple[int, ...], tuple[tuple[object, ...], ...]], ...]
-CALM = {"threads": 1, "enable_prefix_caching": False, "block_size": 16, "max_num_batched_tokens": 512}
+OFF = SpeculativeConfig(method="none")
+EAGER = SpeculativeConfig(num_speculative_tokens=6, prompt_lookup_min=1)
+CALM = {
+    "threads": 1,
+    "enable_prefix_caching": False,
+    "block_size": 16,
+    "max_num_batched_tokens": 512,
+    "speculative_config": OFF,
+}
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,15 @@ WAYS = (
                                            "max_model_len": 200}),
     Way("first come first served", {"scheduling_policy": "fcfs"}),
     Way("in an engine process", {}, process=True),
+    Way("no drafts, together", {"speculative_config": OFF}),
+    Way("drafts, alone", {"speculative_config": EAGER}, alone=True),
+    Way("drafts, three together", {"speculative_config": EAGER, "max_num_seqs": 3}),
+    Way("drafts, two steps in flight", {"speculative_config": EAGER, "max_num_seqs": 3, "async_depth": 2}),
+    Way("drafts, preempted", {"speculative_config": EAGER, "num_gpu_blocks_override": 26, "block_size": 8,
+                              "max_num_seqs": 6, "max_model_len": 200}),
+    Way("drafts, two steps in flight, preempted", {"speculative_config": EAGER, "num_gpu_blocks_override": 26,
+                                                   "block_size": 8, "max_num_seqs": 6, "max_model_len": 200,
+                                                   "async_depth": 2}),
 )  # fmt: skip
 
 
@@ -100,8 +117,11 @@ def run(model: str, dtype: str, way: Way, requests: Sequence[tuple[list[int], Sa
                 outputs = llm.generate([p for p, _ in requests], [s for _, s in requests])
         if way.twice:
             assert sum(output.num_cached_tokens for output in outputs) > 0
+        stats = llm.frontend.stats()
         if "preempted" in way.name and len(requests) >= 16:
-            assert llm.frontend.stats().preemptions > 0
+            assert stats.preemptions > 0
+        if way.name.startswith("drafts"):
+            assert stats.draft_tokens > stats.accepted_tokens > 0
     return [
         tuple((one.token_ids, tuple((e.logprob, *e.top_logprobs) for e in one.logprobs)) for one in output.outputs)
         for output in outputs
@@ -121,6 +141,19 @@ def calm(tiny: str) -> list[Result]:
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 def test_a_tiny_model_gives_the_same_tokens_and_logprobs(way: Way, tiny: str, calm: list[Result]) -> None:
     assert run(tiny, "auto", way, mixed_requests(32, 304, 120)) == calm
+
+
+@pytest.mark.parametrize("kv", ["bfloat16", "fp8_e4m3", "fp8_e5m2", "int8"])
+def test_every_format_of_the_cache_gives_the_same_bits(kv: str, tiny: str) -> None:
+    requests = mixed_requests(24, 304, 120)
+    calm = run(tiny, "auto", Way("calm", {**CALM, "kv_cache_dtype": kv}, alone=True), requests)
+    names = (
+        *("alone", "together", "chunks of 1", "chunks of 7", "chunks of 16"),
+        *("two threads", "blocks of 64", "cache warm", "preempted"),
+    )
+    for way in (way for way in WAYS if way.name in names):
+        with_format = replace(way, options={**way.options, "kv_cache_dtype": kv})
+        assert run(tiny, "auto", with_format, requests) == calm, way.name
 
 
 @pytest.mark.parametrize("family", ["qwen2-window", "gemma3"])
@@ -146,7 +179,7 @@ def test_codes_with_zero_points_and_scattered_groups_give_the_same_bits(kind: st
 def test_the_default_model_gives_the_same_tokens_and_logprobs(dtype: str) -> None:
     requests = mixed_requests(8, 49152, 80)
     calm = run("", dtype, Way("calm", CALM, alone=True), requests)
-    names = ("together", "chunks of 7", "two threads", "blocks of 64", "cache warm", "preempted")
+    names = ("together", "chunks of 7", "two threads", "blocks of 64", "cache warm", "preempted", "drafts, alone")
     for way in (way for way in WAYS if way.name in names):
         assert run("", dtype, way, requests) == calm, way.name
 
@@ -162,17 +195,26 @@ def test_the_default_model_gives_the_same_bits_in_every_way(dtype: str) -> None:
 
 def test_a_runner_driven_by_recorded_steps_gives_the_same_results(tiny: str) -> None:
     recording: list[bytes] = []
-    config = EngineConfig(model=tiny, max_model_len=256, num_gpu_blocks_override=40, block_size=8, threads=2)
+    config = EngineConfig(
+        model=tiny,
+        max_model_len=256,
+        max_num_seqs=3,
+        num_gpu_blocks_override=40,
+        block_size=8,
+        threads=2,
+        speculative_config=EAGER,
+    )
     engine, _ = build_engine(config, epoch=1, record=recording.append)
     for number, (prompt, sampling) in enumerate(mixed_requests(12, 304, 120)):
         seed = sampling.seed or 0
         engine.add(
-            Request(id=str(number), prompt=tuple(prompt), sampling=sampling, seed=seed, stop_ids=(), max_tokens=12)
+            Request(id=str(number), prompt=tuple(prompt), sampling=sampling, seed=seed, stop_ids=(), max_tokens=30)
         )
     tokens: dict[tuple[str, int], list[int]] = {}
     while engine.has_work:
         for output in engine.step():
             tokens.setdefault((output.request_id, output.index), []).extend(output.tokens)
+    assert engine.stats().accepted_tokens > 0
     engine.close()
     model = open_packed(resolve(tiny, environment=environment()), dtype="auto", cache=environment().cache)
     results = replay(Runner(model, resolve_plan(config, model)[0]), recording)

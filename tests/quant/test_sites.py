@@ -18,6 +18,21 @@ def test_folding_into_a_norm_keeps_the_function_and_leaves_float16_values() -> N
     torch.testing.assert_close(used, scales, rtol=1e-3, atol=0)
 
 
+def test_folding_into_a_norm_that_adds_something_to_its_weight() -> None:
+    torch.manual_seed(0)
+    norm, linear = nn.RMSNorm(48), nn.Linear(48, 20)
+    norm.weight.data = torch.randn(48) - 1
+
+    def through(x: torch.Tensor) -> torch.Tensor:
+        return linear(nn.functional.rms_norm(x, (48,)) * (1 + norm.weight))
+
+    x, scales = torch.randn(5, 48), torch.rand(48) * 4 + 0.1
+    before = through(x)
+    fold_scales(norm, [linear], scales, None, offset=1.0)
+    torch.testing.assert_close(through(x), before, rtol=1e-4, atol=1e-5)
+    assert bool((norm.weight.half().float() == norm.weight).all())
+
+
 def test_folding_into_a_linear_keeps_the_function_and_its_bias() -> None:
     torch.manual_seed(0)
     first, second = nn.Linear(16, 48), nn.Linear(48, 20)

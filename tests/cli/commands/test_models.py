@@ -26,7 +26,16 @@ def entries(tmp_path, monkeypatch):
     source.write_bytes(b"x" * 10)
     monkeypatch.setattr(packed, "entry_key", lambda source, dtype, implementation: "aaaa" * 8)
     found = (
-        Entry("aaaa" * 8, tmp_path / "a", 2048, "tiny", str(source), "auto", ("int4g32", "int8g32")),
+        Entry(
+            "aaaa" * 8,
+            tmp_path / "a",
+            2048,
+            "tiny",
+            str(source),
+            "auto",
+            ("int4g32", "int8g32"),
+            roundings=("Q6_K rounded",),
+        ),
         Entry("bbbb" * 8, tmp_path / "b", 1024, "gone", str(tmp_path / "gone.gguf"), "float32", ("f32",)),
         Entry("cccc" * 8, tmp_path / "c", 3, problem="weights.bin is cut"),
     )
@@ -37,7 +46,12 @@ def entries(tmp_path, monkeypatch):
 def test_list_shows_every_entry(console, entries):
     assert app.run(["models", "list"], console) == ExitCode.OK
     text = console.stdout.getvalue()
-    assert "tiny" in text and "int4g32, int8g32" in text and "2.00 KiB" in text and "weights.bin is cut" in text
+    assert (
+        "tiny" in text
+        and "int4g32, int8g32; Q6_K rounded" in text
+        and "2.00 KiB" in text
+        and "weights.bin is cut" in text
+    )
 
 
 def test_list_says_who_reads_the_weights_of_a_text_entry(console, tmp_path, monkeypatch):
@@ -51,7 +65,7 @@ def test_list_as_json(console, entries):
     app.run(["models", "list", "--json"], console)
     report = json.loads(console.stdout.getvalue())
     assert [entry["model"] for entry in report] == ["tiny", "gone", ""]
-    assert report[0]["bytes"] == 2048
+    assert report[0]["bytes"] == 2048 and report[0]["roundings"] == ["Q6_K rounded"]
 
 
 def test_empty_cache_lists_nothing(console, cache):

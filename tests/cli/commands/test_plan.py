@@ -70,6 +70,13 @@ def test_json_adds_up(budget):
     assert list(report["sequences"]) == ["512", "2048", "4096"]
 
 
+def test_what_is_not_kept_stands_below_the_weights(console, budget):
+    size = PackedSize(SIZE.bytes, SIZE.formats, ("Q4_K stored as int4g32min: scales rounded to float16",))
+    show(console, "m", size, budget)
+    assert "Q4_K stored as int4g32min: scales rounded to float16" in console.stdout.getvalue()
+    assert as_json("m", size, budget)["roundings"] == list(size.roundings)
+
+
 def test_table_in_a_file_is_never_cut(console, budget):
     show(console, "a-model-with-a-long-name-" * 10, SIZE, budget)
     text = console.stdout.getvalue()

@@ -103,7 +103,15 @@ def test_each_dtype_has_its_own_entry_and_an_unknown_one_is_refused(model_folder
         open_packed(source(model_folder), dtype="int8", cache=cache)
 
 
-def write_gguf(path, head=True):
+def k_quant_blocks(kind, shape):
+    """Random bytes, whose float16 numbers are all made small ones."""
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    raw = np.random.default_rng(7).integers(0, 256, (shape[0], shape[1] // block, size), dtype=np.uint8)
+    raw[:, :, [*range(1, 4, 2), *range(size - 3, size, 2)] if kind != "Q6_K" else size - 1] &= 0x1F
+    return raw.reshape(shape[0], -1)
+
+
+def write_gguf(path, ffn_down="Q4_1", ffn=96):
     rng = np.random.default_rng(0)
     shapes = {
         "token_embd": ((300, 64), "Q8_0"),
@@ -114,15 +122,15 @@ def write_gguf(path, head=True):
         "blk.0.attn_k": ((32, 64), "Q4_0"),
         "blk.0.attn_v": ((32, 64), "F16"),
         "blk.0.attn_output": ((64, 64), "Q4_1"),
-        "blk.0.ffn_gate": ((96, 64), "Q4_1"),
-        "blk.0.ffn_up": ((96, 64), "BF16"),
-        "blk.0.ffn_down": ((64, 96), "Q4_1"),
+        "blk.0.ffn_gate": ((ffn, 64), "Q4_1"),
+        "blk.0.ffn_up": ((ffn, 64), "BF16"),
+        "blk.0.ffn_down": ((64, ffn), ffn_down),
     }
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_uint32("llama.block_count", 1)
     writer.add_uint32("llama.context_length", 128)
     writer.add_uint32("llama.embedding_length", 64)
-    writer.add_uint32("llama.feed_forward_length", 96)
+    writer.add_uint32("llama.feed_forward_length", ffn)
     writer.add_uint32("llama.attention.head_count", 4)
     writer.add_uint32("llama.attention.head_count_kv", 2)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
@@ -134,9 +142,9 @@ def write_gguf(path, head=True):
     writer.add_uint32("tokenizer.ggml.eos_token_id", 2)
     for name, (shape, kind) in shapes.items():
         quant = gguf.GGMLQuantizationType[kind]
-        writer.add_tensor(
-            f"{name}.weight", gguf.quants.quantize(rng.normal(size=shape).astype(np.float32), quant), raw_dtype=quant
-        )
+        values = rng.normal(size=shape).astype(np.float32)
+        blocks = k_quant_blocks(kind, shape) if kind.endswith("_K") else gguf.quants.quantize(values, quant)
+        writer.add_tensor(f"{name}.weight", blocks, raw_dtype=quant)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -157,6 +165,38 @@ def test_gguf_formats_are_kept_exactly(tmp_path, cache):
         stored = checkpoint.read(name)
         for got, expected in zip(unpack(weight), (stored.data, stored.scales, stored.zeros)):
             np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(("kind", "format"), [("Q4_K", "int4g32min"), ("Q5_K", "int8g32"), ("Q6_K", "int8g32")])
+def test_k_quants_are_rounded_and_said_so_at_every_start(tmp_path, cache, caplog, kind, format):
+    file, name = write_gguf(tmp_path / "x.gguf", kind, 256), "model.layers.0.mlp.down_proj.weight"
+    line = f"{kind} stored as {format}: "
+    with caplog.at_level("WARNING", logger="llmctl"):
+        model = open_packed(file, cache=cache)
+    assert line in caplog.text and "--dtype float32 keeps every value" in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO", logger="llmctl"):
+        assert open_packed(file, cache=cache).roundings == model.roundings
+    assert line in caplog.text
+    (entry,) = list_entries(cache)
+    assert model.weights[name].format.name == format and entry.roundings == model.roundings
+    assert [rounding.startswith(line) for rounding in model.roundings] == [True]
+
+    caplog.clear()
+    exact = open_packed(file, dtype="float32", cache=cache)
+    wanted = gguf.quants.dequantize(k_quant_blocks(kind, (64, 256)), gguf.GGMLQuantizationType[kind])
+    np.testing.assert_array_equal(unpack(exact.weights[name])[0], wanted)
+    assert exact.roundings == () and "rounded" not in caplog.text
+
+
+def test_rows_packed_a_few_at_a_time_are_the_weight_packed_at_once(tmp_path, cache, monkeypatch):
+    file = write_gguf(tmp_path / "x.gguf")
+    whole = open_packed(file, cache=cache / "whole")
+    monkeypatch.setattr(build, "_CHUNK_ELEMENTS", 3000)
+    parts = open_packed(file, cache=cache / "parts")
+    assert parts.digest == whole.digest
+    for name, weight in whole.weights.items():
+        np.testing.assert_array_equal(weight.data, parts.weights[name].data)
 
 
 def test_quantized_weights_are_dequantized_for_a_float_dtype(tmp_path, cache):

@@ -6,6 +6,7 @@ import transformers
 
 from llmctl.engine.models.block import DecoderBlock, dense_attend
 from llmctl.engine.models.families import decoder_spec
+from llmctl.quant.sites import fold_scales
 
 from ..tiny import FAMILIES, VOCAB
 
@@ -45,8 +46,18 @@ def test_blocks_compute_what_transformers_layers_compute(family: str) -> None:
         torch.testing.assert_close(x, expected, rtol=2e-5, atol=2e-5 * largest)
 
 
-def test_sites_name_every_linear_once_and_modules_that_exist() -> None:
-    block = block_of(random_model("qwen3"), 0)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scales_at_all_sites_leave_what_a_block_computes(family: str) -> None:
+    block = block_of(random_model(family), 0)
     linears = [name for site in block.sites for name in site.linears]
     assert sorted(linears) == sorted(n for n, m in block.named_modules() if isinstance(m, torch.nn.Linear))
-    assert all(block.get_submodule(site.previous).get_parameter("weight") is not None for site in block.sites)
+    x = torch.randn(2, 24, block.input_layernorm.weight.shape[0], generator=torch.Generator().manual_seed(1))
+    before = block(x, torch.arange(24), dense_attend)
+    for site in block.sites:
+        readers = [block.get_submodule(name) for name in site.linears]
+        width = readers[0].in_features
+        scales = torch.rand(width, generator=torch.Generator().manual_seed(width)) + 0.5
+        if site.shared is not None:
+            scales = scales.reshape(-1, *site.shared)[:, :1].expand(-1, *site.shared).reshape(-1)
+        fold_scales(block.get_submodule(site.previous), readers, scales, site.shared, site.offset)
+    torch.testing.assert_close(block(x, torch.arange(24), dense_attend), before, rtol=1e-4, atol=1e-4)

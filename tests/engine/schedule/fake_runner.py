@@ -15,22 +15,28 @@ from llmctl.engine.request import FinishReason, Output, Request
 from llmctl.engine.schedule.limits import SchedulerConfig
 from llmctl.engine.schedule.scheduler import Scheduler
 from llmctl.engine.schedule.sequence import mix_seed
-from llmctl.engine.schedule.step import ChunkResult, SlotSampling, Step, StepResult
+from llmctl.engine.schedule.step import Chunk, ChunkResult, SlotSampling, Step, StepResult
 
 START = 0x5EED
 
 
 @dataclass(frozen=True)
 class FakeModel:
-    """Chooses tokens below `vocab`. One history in `bad_every` gives NaN (0: none)."""
+    """Chooses tokens below `vocab`. One history in `bad_every` gives NaN (0: none).
+
+    In `repeats` of 8 histories the token before alone decides, so that texts run in circles for a while.
+    """
 
     vocab: int = 16
     bad_every: int = 0
+    repeats: int = 0
 
     def finite(self, history: int) -> bool:
         return self.bad_every == 0 or hash((history, -7)) % self.bad_every != 0
 
-    def sample(self, history: int, seed: int, banned: Iterable[int] = ()) -> int:
+    def sample(self, history: int, last: int, seed: int, banned: Iterable[int] = ()) -> int:
+        if hash((history, -8)) % 8 < self.repeats:
+            history = last
         order = sorted(range(self.vocab), key=lambda token: hash((history, seed, token)))
         return next(token for token in order if token not in banned)
 
@@ -68,6 +74,7 @@ class FakeRunner:
         self.next_index = 0
         self.copied_tokens = 0
         self.computed_tokens = 0
+        self.accepted_drafts = 0
 
     def submit(self, step: Step) -> StepResult:
         config = self.config
@@ -93,6 +100,7 @@ class FakeRunner:
         assert len({chunk.slot for chunk in step.chunks}) == len(step.chunks)
         assert sum(chunk.count for chunk in step.chunks) <= config.max_num_batched_tokens
         for chunk in step.chunks:
+            self._draft(chunk)
             self._check_reads(self.slots[chunk.slot], chunk.start)
             self._write(self.slots[chunk.slot], chunk.start, chunk.count)
         for chunk in step.chunks:  # again: has one chunk written over what another reads?
@@ -113,6 +121,12 @@ class FakeRunner:
             self.kv[copy.group][copy.target] = source[: copy.tokens] + [None] * rest
             self.copied_tokens += copy.tokens
 
+    def _draft(self, chunk: Chunk) -> None:
+        if chunk.drafts:
+            tokens = self.slots[chunk.slot].tokens
+            assert chunk.start + chunk.count - len(chunk.drafts) == len(tokens), "drafts after tokens not known"
+            tokens.extend(chunk.drafts)
+
     def _check_reads(self, slot: Slot, end: int) -> None:
         size = self.config.block_size
         for position in range(end):
@@ -132,22 +146,34 @@ class FakeRunner:
         slot.computed = start + count
         self.computed_tokens += count
 
-    def _result(self, chunk) -> ChunkResult:
+    def _result(self, chunk: Chunk) -> ChunkResult:
         slot = self.slots[chunk.slot]
         end = chunk.start + chunk.count
         if chunk.logits_from == chunk.count:
+            assert not chunk.drafts
             return ChunkResult(chunk.slot)
-        assert chunk.logits_from == chunk.count - 1 and end == len(slot.tokens)
-        history = slot.history(end - 1)
-        if not self.model.finite(history):
+        assert chunk.logits_from == chunk.count - 1 - len(chunk.drafts) and end == len(slot.tokens)
+        first = end - len(chunk.drafts)  # of the tokens sampled here
+        tokens: list[int] = []
+        finite = True
+        for place in range(first, end + 1):
+            history = slot.history(place - 1)
+            finite = self.model.finite(history)
+            if not finite:
+                break
+            banned = slot.sampling.banned_ids if place - slot.prompt_len < slot.sampling.banned_until else ()
+            tokens.append(self.model.sample(history, slot.tokens[place - 1], slot.sampling.seed, banned))
+            if place < end and tokens[-1] != slot.tokens[place]:
+                break
+        self.accepted_drafts += max(len(tokens) - 1, 0)
+        slot.tokens[first:] = tokens
+        if chunk.drafts:
+            slot.computed = first + len(tokens) - 1
+            del slot.histories[slot.computed :]
+        elif not finite:
             slot.tokens.append(0)  # whatever was sampled: a step in flight may feed it
-            return ChunkResult(chunk.slot, (), False)
-        generated = end - slot.prompt_len
-        banned = slot.sampling.banned_ids if generated < slot.sampling.banned_until else ()
-        token = self.model.sample(history, slot.sampling.seed, banned)
-        slot.tokens.append(token)
-        logprobs = (float(-token),) if slot.sampling.logprobs >= 0 else ()
-        return ChunkResult(chunk.slot, (token,), True, logprobs)
+        logprobs = tuple(float(-token) for token in tokens) if slot.sampling.logprobs >= 0 else ()
+        return ChunkResult(chunk.slot, tuple(tokens), finite, logprobs)
 
 
 @dataclass
@@ -230,7 +256,7 @@ def calm_run(request: Request, index: int, limit: int, model: FakeModel) -> tupl
         if not model.finite(history):
             return tokens, FinishReason.ERROR
         banned = request.stop_ids if len(tokens) < request.sampling.min_tokens else ()
-        token = model.sample(history, seed, banned)
+        token = model.sample(history, tokens[-1] if tokens else request.prompt[-1], seed, banned)
         tokens.append(token)
         history = extend(history, token)
         if token in request.stop_ids:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from llmctl.engine.config import SpeculativeConfig
 from llmctl.engine.request import FinishReason
 from llmctl.kernels.errors import CapacityError
 
@@ -36,6 +37,8 @@ STEMS = ([2, 3, 4, 5, 6, 7, 8], [2, 3, 4, 5, 9, 9, 9], [5, 5, 5, 5, 5, 5, 5])
 class SchedulerMachine(RuleBasedStateMachine):
     rules_run = 0
     steps_run = 0
+    drafted = 0
+    accepted = 0
 
     @initialize(
         num_blocks=st.integers(3, 14),
@@ -48,11 +51,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(("hybrid", "fcfs")),
         bad_every=st.sampled_from((0, 0, 20)),
         eviction_k=st.integers(1, 3),
+        repeats=st.sampled_from((0, 4, 7)),
+        drafts=st.sampled_from((0, 1, 3, 6)),
     )
     def begin(
-        self, num_blocks, block_size, groups, max_num_seqs, budget, depth, caching, policy, bad_every, eviction_k
+        self,
+        num_blocks,
+        block_size,
+        groups,
+        max_num_seqs,
+        budget,
+        depth,
+        caching,
+        policy,
+        bad_every,
+        eviction_k,
+        repeats,
+        drafts,
     ):
-        self.model = FakeModel(vocab=12, bad_every=bad_every)
+        self.model = FakeModel(vocab=12, bad_every=bad_every, repeats=repeats)
+        speculation = SpeculativeConfig(
+            method="ngram" if drafts else "none", num_speculative_tokens=max(drafts, 1), prompt_lookup_min=1
+        )
         sizes = (num_blocks,) if groups == 1 else (num_blocks, num_blocks + 2)
         self.loop = Loop(
             config(
@@ -65,6 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 enable_prefix_caching=caching,
                 policy=policy,
                 eviction_k=eviction_k,
+                speculation=speculation,
                 epoch=3,
             ),
             self.model,
@@ -141,6 +162,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         received = loop.run()
         check_invariants(loop.scheduler)
         SchedulerMachine.steps_run += len(loop.steps)
+        SchedulerMachine.drafted += loop.scheduler.stats().draft_tokens
+        SchedulerMachine.accepted += loop.scheduler.stats().accepted_tokens
         stats = loop.scheduler.stats()
         assert (stats.waiting, stats.running, stats.blocks_active) == (0, 0, 0)
         assert len(loop.scheduler._free_slots) == loop.config.max_num_seqs
@@ -168,4 +191,10 @@ class TestScheduler(SchedulerMachine.TestCase):
 
     @classmethod
     def tearDownClass(cls):
-        log.info("%d rules and %d steps were run", SchedulerMachine.rules_run, SchedulerMachine.steps_run)
+        log.info(
+            "%d rules and %d steps were run, %d drafts were made and %d stood",
+            SchedulerMachine.rules_run,
+            SchedulerMachine.steps_run,
+            SchedulerMachine.drafted,
+            SchedulerMachine.accepted,
+        )

@@ -18,6 +18,8 @@ KINDS = {
     "Q8_0": ("int8g32", gguf.GGMLQuantizationType.Q8_0),
     "Q4_0": ("int4g32", gguf.GGMLQuantizationType.Q4_0),
     "Q4_1": ("int4g32min", gguf.GGMLQuantizationType.Q4_1),
+    "Q5_0": ("int8g32", gguf.GGMLQuantizationType.Q5_0),
+    "Q5_1": ("int8g32min", gguf.GGMLQuantizationType.Q5_1),
 }
 
 
@@ -88,15 +90,15 @@ def test_metadata_of_every_type_is_read(tmp_path):
 
 
 def test_an_unsupported_type_names_the_tensor_and_what_is_supported(tmp_path):
-    blocks = np.zeros((2, 144), np.uint8)
+    blocks = np.zeros((2, 110), np.uint8)
     path = tmp_path / "x.gguf"
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tensor("blk.0.ffn_up.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q4_K)
+    writer.add_tensor("blk.0.ffn_up.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.IQ3_S)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModel, match=r"blk.0.ffn_up.weight.*Q4_K") as caught:
+    with pytest.raises(UnsupportedModel, match=r"blk.0.ffn_up.weight.*IQ3_S") as caught:
         open_gguf(path).read("blk.0.ffn_up.weight")
     assert "Q4_1" in caught.value.hint and "Q8_0" in caught.value.hint
 

@@ -1,0 +1,1 @@
+"""How near the kernels come to what the machine can do."""
