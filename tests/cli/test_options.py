@@ -108,7 +108,8 @@ def test_options_of_memory_are_those_that_a_plan_depends_on():
     import inspect
 
     names = set(inspect.signature(memory_config).parameters) - {"model_option"}
-    left_out = {"enable_prefix_caching", "scheduling_policy", "threads", "seed", "async_depth", "kernels"}
+    left_out = {"enable_prefix_caching", "scheduling_policy", "threads", "seed", "async_depth"}
+    left_out |= {"kernels", "speculative_config"}
     assert names == set(EngineConfig.__struct_fields__) - left_out
 
 
