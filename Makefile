@@ -1,4 +1,4 @@
-# make demo    set up, fetch the default model, chat once, measure beside transformers and on long texts
+# make demo    set up, then all commands on the default model: fetch, quantize, serve, bench, chat (recipes/demo.sh)
 # make test    set up and run the tests
 # make lint    ruff and mypy
 # make wheel   build a wheel into dist/
@@ -38,10 +38,7 @@ $(VENV)/.ready: $(VENV)/.torch pyproject.toml constraints.txt $(NATIVE)
 	touch $@
 
 demo: setup
-	$(BIN)/llmctl models pull
-	$(BIN)/llmctl chat --temperature 0 -p 'What is a paged KV cache? Answer in one sentence.'
-	$(BIN)/llmctl bench --against transformers
-	$(BIN)/llmctl bench --dataset pg19
+	recipes/demo.sh
 
 test: setup
 	$(BIN)/python -m pytest -q -m 'not slow'

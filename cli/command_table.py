@@ -19,6 +19,7 @@ _MODULES = {  # in the order of `--help`
     "quantize": "quantize",
     "bench": "bench",
     "bench kernels": "bench_kernels",
+    "bench compare": "bench_compare",
     "serve": "serve",
     "plan": "plan",
     "doctor": "doctor",

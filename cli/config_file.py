@@ -53,6 +53,11 @@ def read_config(text: str) -> ConfigFile:
     return ConfigFile(path, options, model)
 
 
+def choose_named(given: str, file: ConfigFile | None) -> str:
+    """The model that the command line names, else the one that the file does; "" if neither does."""
+    return given or (file.model if file else "")
+
+
 def _apply(context: typer.Context, value: ConfigFile | None) -> ConfigFile | None:
     """Make the file's options the defaults of the command that is being parsed."""
     if value is not None:

@@ -22,12 +22,13 @@ from ..kernels.errors import LlmctlError
 from ..quant.formats.gguf_blocks import TYPES
 from .kernel_choice import Choice, choices
 
-# Distribution names. Torch and transformers are not needed to chat from a warm cache, so they may be absent.
+# Distribution names. Torch and transformers are not needed to chat from a warm cache, `datasets` only reads parquet:
+# these may be absent.
 NEEDED = (
-    *("huggingface-hub", "jinja2", "msgspec", "numpy", "prompt-toolkit", "pyzmq", "rich", "tokenizers"),
-    "typer",
+    *("fastapi", "httpx", "huggingface-hub", "jinja2", "msgspec", "numpy", "prometheus-client", "prompt-toolkit"),
+    *("pyyaml", "pyzmq", "rich", "tokenizers", "typer", "uvicorn"),
 )
-OPTIONAL = ("torch", "transformers")
+OPTIONAL = ("datasets", "torch", "transformers")
 
 
 @dataclass(frozen=True, slots=True)

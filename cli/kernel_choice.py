@@ -13,7 +13,7 @@ import numpy as np
 
 from ..kernels import registry
 from ..kernels.cpu.pack import packed_bytes
-from ..kernels.formats import FLOAT_BYTES, KVFormat, WeightFormat, parse_weight_format
+from ..kernels.formats import KV_BYTES, KVFormat, WeightFormat, parse_weight_format
 from ..kernels.ops import (
     MAX_TOP,
     SAMPLE_ROW,
@@ -35,7 +35,7 @@ from ..kernels.ops import (
 )
 
 WEIGHT_FORMATS = ("f32", "f16", "bf16", "int8g32", "int4g32", "int4g32min", "int4g32int")
-KV_FORMATS = tuple(FLOAT_BYTES)
+KV_FORMATS = tuple(KV_BYTES)
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 _ROWS, _WIDTH, _HEAD, _BLOCK = 4, 128, 64, 32
@@ -95,7 +95,7 @@ def _cases() -> Iterator[tuple[str, str, object]]:
 
 def _attention_cases(name: str, batch: Batch) -> Iterator[tuple[str, str, object]]:
     format = KVFormat(name)
-    stride = 2 * _HEAD * _BLOCK * format.bytes_per_value
+    stride = 2 * _BLOCK * format.head_bytes(_HEAD)
     arena = np.zeros(stride, np.uint8)
     kv = KVLayer(arena, stride, 0, _BLOCK, 1, _HEAD, format, 0)
     q, k, v = make_rows(_WIDTH, _ROWS), make_rows(_HEAD, _ROWS), make_rows(_HEAD, _ROWS)

@@ -26,7 +26,8 @@ POOL_SHARE = 4
 MIN_RESERVE = 256 << 20
 RESERVE_SHARE = 20
 
-_KINDS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+# `kv_cache_dtype` to the kind of KVFormat, where the two differ.
+_KINDS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "fp8": "fp8_e4m3"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class MemoryBudget:
 
     workspace   activations of one step, logits, rope tables and what is kept per sequence
     reserve     left alone
-    kv_format   the kind of KVFormat: f32, f16 or bf16
+    kv_format   the kind of KVFormat
     num_blocks  KV blocks of `block_size` tokens; together they are one arena
     """
 
@@ -84,14 +85,17 @@ def choose_kv_format(config: EngineConfig, weight_formats: Sequence[str]) -> KVF
     `weight_formats` are names of WeightFormats as loaded, with `config.dtype` already applied.
     """
     if config.kv_cache_dtype != "auto":
-        return KVFormat(_KINDS[config.kv_cache_dtype])
+        return KVFormat(_KINDS.get(config.kv_cache_dtype, config.kv_cache_dtype))
     only = set(weight_formats)
     return KVFormat(only.pop() if only in ({"f32"}, {"bf16"}) else "f16")
 
 
 def kv_bytes_per_token(spec: DecoderSpec, kv: KVFormat) -> int:
-    """Bytes of K and V of one token in all layers. Every layer keeps every position, also one with a window."""
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * kv.bytes_per_value
+    """Bytes of K and V of one token in all layers, scales included.
+
+    Every layer keeps every position, also one with a window.
+    """
+    return 2 * spec.num_layers * spec.num_kv_heads * kv.head_bytes(spec.head_dim)
 
 
 def memory_budget(
@@ -194,8 +198,12 @@ def _shorter(config: EngineConfig, length: int, room: int, per_token: int, kv: K
     """The smallest change after which one sequence fits."""
     fits = room // (per_token * config.block_size) * config.block_size
     hints = [f"use `--max-model-len {fits}`"] if fits else []
-    if kv.kind == "f32" and blocks_for(length, config.block_size) * config.block_size * per_token // 2 <= room:
-        hints.append("use `--kv-cache-dtype float16`, which halves it")
+    needed = blocks_for(length, config.block_size) * config.block_size * per_token
+    for name, smaller in (("float16", KVFormat("f16")), ("fp8", KVFormat("fp8_e4m3"))):
+        times = kv.bytes_per_value // smaller.bytes_per_value
+        if times > 1 and needed // times <= room:
+            hints.append(f"use `--kv-cache-dtype {name}`, which needs {format_bytes(needed // times)}")
+            break
     return ", or ".join(hints) or "free memory, or choose a smaller model"
 
 

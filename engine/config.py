@@ -13,9 +13,10 @@ from ..kernels.errors import UsageError
 
 POLICIES = ("hybrid", "fcfs")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
 SPECULATIVE_METHODS = ("ngram", "none")
 IMPLEMENTATIONS = ("auto", "llmctl", "transformers")
+KERNELS = ("auto", "avx512", "avx2", "generic", "reference")
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,7 +79,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Engine options as the user gives them. 0 or "auto" means: choose. Flags have the same names with dashes.
 
     dtype                   auto keeps weights as stored; a float type converts all of them at load
-    kv_cache_dtype          auto: float32 for float32 weights, bfloat16 for bfloat16, else float16
+    kv_cache_dtype          auto: float32 for float32 weights, bfloat16 for bfloat16, else float16; fp8 is fp8_e4m3
     num_gpu_blocks_override KV blocks in the pool instead of what the memory budget gives (the flag's name is vLLM's)
     seed                    not 0: requests that name no seed get the next of a series made from this one
     model_impl              llmctl is our own decoder, transformers its modules on our cache and kernels; auto takes
@@ -117,7 +118,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("--dtype", self.dtype, DTYPES),
             ("--kv-cache-dtype", self.kv_cache_dtype, KV_DTYPES),
             ("--scheduling-policy", self.scheduling_policy, POLICIES),
-            ("--kernels", self.kernels, ("auto", "generic", "reference")),
+            ("--kernels", self.kernels, KERNELS),
             ("--model-impl", self.model_impl, IMPLEMENTATIONS),
         ):
             if value not in choices:

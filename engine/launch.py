@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .client import EngineClient, LocalClient, ProcessClient
+from .client import EngineClient, LocalClient
 from .config import EngineConfig, environment
 from .engine import Engine, StepRunner
 from .frontend import Frontend
@@ -17,6 +17,7 @@ from .load.model import Model, open_model
 from .load.progress import Progress
 from .messages import EngineInfo
 from .plan import Plan, resolve
+from .process_client import ProcessClient
 from .runner.probe import try_bits
 from .runner.runner import RecordingRunner, Runner
 from .schedule.limits import SchedulerConfig

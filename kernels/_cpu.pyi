@@ -98,6 +98,7 @@ class KvCopy:
         num_kv_heads: int,
         head_dim: int,
         value_bytes: int,
+        scale_bytes: int,
     ) -> None: ...
     def __call__(self, source: int, target: int, tokens: int) -> None: ...
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from .errors import UsageError
 
 FLOAT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+KV_BYTES = {**FLOAT_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +56,32 @@ class WeightFormat:
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """How K and V are stored in the cache: f32 | f16 | bf16."""
+    """How K and V are stored in the cache.
+
+    f32, f16, bf16  as they are
+    fp8_e4m3        float8 with 4 bits of exponent and no infinity, largest 448
+    fp8_e5m2        the upper half of a float16, largest finite 57344
+    int8            code * s, with a scale s per token and KV head, a bfloat16 not below absmax / 127, for K and for V
+
+    What is too large for the 8-bit formats becomes their largest value, infinity too. A NaN in a token's K or V of one
+    head is stored as a NaN in the first dimension of that K (int8: in its scale) and nowhere else: it reaches
+    everything that attends to the token, as it must, and never what does not.
+    """
 
     kind: str
 
     @property
     def bytes_per_value(self) -> int:
-        return FLOAT_BYTES[self.kind]
+        return KV_BYTES[self.kind]
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scale of one token's K, or V, of one head."""
+        return 2 if self.kind == "int8" else 0
+
+    def head_bytes(self, head_dim: int) -> int:
+        """Bytes of one token's K, or V, of one head with its scale."""
+        return head_dim * self.bytes_per_value + self.scale_bytes
 
 
 F32 = WeightFormat("f32")

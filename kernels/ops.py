@@ -199,8 +199,9 @@ class KVLayer:
     """One layer's part of a paged KV arena.
 
     A block is one contiguous run of `block_stride` bytes and holds, for each layer of the group and each KV head,
-    K transposed [head_dim][block_size], then V [block_size][head_dim]. The layer's part begins `layer_offset` bytes
-    into the block. Kernels read K and V only from here, as stored, also those of the chunk being computed.
+    K transposed [head_dim][block_size], then V [block_size][head_dim], each followed by its scales [block_size] if the
+    format has any. The layer's part begins `layer_offset` bytes into the block. Kernels read K and V only from here,
+    as stored, also those of the chunk being computed.
     """
 
     arena: U8Array

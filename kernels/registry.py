@@ -34,7 +34,7 @@ from .ops import (
 
 __all__ = ["KERNELS", "Entry", "StepArgs", "bind", "build_id", "configure", "entries", "record", "register"]
 
-KERNELS = ("auto", "generic", "reference")
+KERNELS = ("auto", *(isa.name for isa in cpu.ISAS), "reference")
 
 _log = logging.getLogger(__name__)
 _registered: list[Entry] = []
@@ -68,7 +68,8 @@ def bind(op: str, args: StepArgs, *, device: str = "cpu", kernels: str = "auto")
 def bind(op: str, args: Any, *, device: str = "cpu", kernels: str = "auto") -> Any:
     """The op built from the entry of highest priority that accepts these arguments.
 
-    kernels  "auto", "generic" (portable C++ only) or "reference". Raises NoKernel when nothing accepts.
+    kernels  "auto", one instruction set ("generic" is portable C++) or "reference". Raises NoKernel when nothing
+             accepts.
     """
     if kernels not in KERNELS:
         raise UsageError(f"--kernels is `{kernels}`", f"choose one of: {', '.join(KERNELS)}")
@@ -78,8 +79,8 @@ def bind(op: str, args: Any, *, device: str = "cpu", kernels: str = "auto") -> A
         for entry in entries(device):
             if entry.op != op:
                 continue
-            if kernels == "generic" and entry.isa != "generic":
-                reason: str | None = "only generic kernels are asked for"
+            if kernels not in ("auto", entry.isa):
+                reason: str | None = f"only {kernels} kernels are asked for"
             else:
                 reason = entry.accepts(args)
             if reason is None:
@@ -143,6 +144,6 @@ def _name(entry: Entry) -> str:
 
 
 def _hint(kernels: str) -> str:
-    if kernels == "generic":
+    if kernels not in ("auto", "reference"):
         return "use `--kernels auto`, and a format that one of these accepts"
     return "use a weight or cache format that one of these accepts"

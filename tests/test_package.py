@@ -13,7 +13,7 @@ HEAVY = (
     *("torch", "transformers", "tokenizers", "huggingface_hub", "prompt_toolkit"),
     *("fastapi", "uvicorn", "prometheus_client", "yaml"),
 )
-SUFFIXES = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".hpp", ".cpp", ".cuh"}
+SUFFIXES = {".py", ".sh", ".md", ".toml", ".txt", ".yaml", ".yml", ".hpp", ".cpp", ".cuh"}
 
 
 def loaded_by(code):

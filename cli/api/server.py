@@ -18,10 +18,10 @@ from collections.abc import AsyncIterator, Coroutine
 import uvicorn
 from fastapi import FastAPI
 
-from ...engine.client import ProcessClient
 from ...engine.config import EngineConfig
 from ...engine.frontend import Frontend
 from ...engine.launch import face, new_epoch
+from ...engine.process_client import ProcessClient
 from ...kernels.errors import EngineDead
 from ..console import Console
 from . import journal

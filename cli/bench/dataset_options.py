@@ -36,6 +36,7 @@ class Defaults:
 DEFAULTS = {
     "synthetic": Defaults(16, 128, 64, True, 16),
     "random": Defaults(16, 128, 64, True, 16),
+    "copy": Defaults(8, 256, 96, True, 1),
     "jsonl": Defaults(0, 0, 128, False, 16),
     "sharegpt": Defaults(32, 0, 0, False, 16),
     "pg19": Defaults(3, 5000, 64, True, 1),

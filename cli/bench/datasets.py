@@ -9,12 +9,13 @@ from ...engine.load.progress import Progress
 from .build import Asked, Build
 from .dataset_options import DEFAULTS, WorkloadOptions
 from .files import jsonl, sharegpt
-from .made import pg19, random_ids, synthetic
+from .made import copies, pg19, random_ids, synthetic
 from .workload import Workload
 
 _BUILDERS: dict[str, Callable[[Build], Workload]] = {
     "synthetic": synthetic,
     "random": random_ids,
+    "copy": copies,
     "jsonl": jsonl,
     "sharegpt": sharegpt,
     "pg19": pg19,

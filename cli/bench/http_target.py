@@ -38,7 +38,7 @@ class Endpoint:
 
 
 class OpenAIServer:
-    """A server at a URL. `pids` may name its processes, if they are on this machine."""
+    """A server at a URL, called `name` in tables. `pids` may name its processes, if they are on this machine."""
 
     def __init__(
         self,
@@ -46,9 +46,10 @@ class OpenAIServer:
         endpoint: Endpoint,
         sampling: SamplingParams,
         pids: tuple[int, ...] = (),
+        name: str = "",
     ) -> None:
         self._client, self._endpoint, self._sampling = client, endpoint, sampling
-        self.backend = httpx.URL(endpoint.url).netloc.decode()
+        self.backend = name or httpx.URL(endpoint.url).netloc.decode()
         self.pids = pids
 
     async def send(self, item: Item) -> AsyncGenerator[Piece, None]:

@@ -1,7 +1,8 @@
-"""Datasets whose prompts are made to a length: `synthetic`, `random` and `pg19`."""
+"""Datasets whose prompts are made to a length: `synthetic`, `random`, `copy` and `pg19`."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 from ...engine.tokenizer import Tokenizer
@@ -29,8 +30,7 @@ def synthetic(build: Build) -> Workload:
     """Sentences of common words."""
     items = []
     for prompt, answer in build.lengths():
-        words = [build.rng.choice(_WORDS) for _ in range(prompt)]
-        text = " ".join(_sentences(words))
+        text = sentences(build.rng, prompt)
         tokenizer = build.asked.tokenizer
         if tokenizer is None:
             items.append(Item(build.text_as_asked(text), answer))
@@ -41,6 +41,12 @@ def synthetic(build: Build) -> Workload:
             ids = tokenizer.encode(text, add_special=False)
         items.append(Item(build.as_asked(ids[:prompt]), answer))
     return build.workload("sentences of common words", items)
+
+
+def sentences(rng: random.Random, count: int) -> str:
+    """`count` common words as sentences of twelve."""
+    words = [rng.choice(_WORDS) for _ in range(count)]
+    return " ".join(_sentences(words))
 
 
 def _sentences(words: list[str]) -> Iterator[str]:
@@ -61,6 +67,33 @@ def random_ids(build: Build) -> Workload:
     pool = ordinary_tokens(tokenizer)
     items = [Item(tuple(build.rng.choices(pool, k=prompt)), answer) for prompt, answer in build.lengths()]
     return build.workload("random token ids", items)
+
+
+def copies(build: Build) -> Workload:
+    """A passage of sentences, and the beginning of the same again: the answer asked for is as long as its rest.
+
+    Even small models go on copying here, so that it shows what drafts can save. Continuing a text is nothing to ask of
+    a chat endpoint.
+    """
+    if build.asked.chat:
+        raise UsageError(
+            "--dataset copy continues a text, which a chat endpoint does not", "use --endpoint /v1/completions"
+        )
+    items = []
+    for prompt, answer in build.lengths():
+        if prompt <= answer:
+            raise UsageError(
+                f"--dataset copy has its answer in the prompt: {answer} tokens are no part of {prompt}",
+                "raise --prompt-tokens above --output-tokens",
+            )
+        passage = (prompt + answer) // 2
+        words = " ".join(_sentences([build.rng.choice(_WORDS) for _ in range(passage)])).split(" ")
+        if build.asked.tokenizer is None:
+            items.append(Item(build.text_as_asked(" ".join(words + words[: prompt - passage])), answer))
+            continue
+        ids = build.asked.tokenizer.encode(" " + " ".join(words), add_special=False)[:passage]
+        items.append(Item(build.as_asked((ids + ids)[:prompt]), answer))
+    return build.workload("a passage of common words, begun again", items)
 
 
 def pg19(build: Build) -> Workload:

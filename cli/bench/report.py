@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from ... import __version__
-from ...engine.messages import EngineInfo
+from ...engine.messages import EngineInfo, EngineStats
 from ...kernels.device import Machine
 from ...kernels.errors import UsageError
 from .drive import Round
@@ -83,6 +83,20 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
     high: float
 
 
+class Speculation(msgspec.Struct, frozen=True, kw_only=True):
+    """What our engine drafted in the whole run, warm-up included.
+
+    acceptance  share of the drafted tokens that stood, None if there were none
+    length      mean number of tokens that a row with drafts gave
+    """
+
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    acceptance: float | None
+    length: float | None
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A whole run. `results` has one entry per backend over all of its rounds; none if a finding refuses them."""
 
@@ -93,6 +107,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     results: tuple[BenchResult, ...]
     ratios: tuple[Ratio, ...]
     findings: tuple[Finding, ...]
+    speculation: Speculation | None = None
     partial: bool
     refused: bool
     rounds: tuple[Round, ...]
@@ -120,6 +135,17 @@ def ratios(ours: Sequence[BenchResult], theirs: Sequence[BenchResult]) -> tuple[
                 Ratio(measure=name, against=theirs[0].backend, median=median, low=min(values), high=max(values))
             )
     return tuple(found)
+
+
+def speculation(stats: EngineStats) -> Speculation:
+    """The engine's counts as figures."""
+    return Speculation(
+        drafts=stats.drafts,
+        draft_tokens=stats.draft_tokens,
+        accepted_tokens=stats.accepted_tokens,
+        acceptance=stats.accepted_tokens / stats.draft_tokens if stats.draft_tokens else None,
+        length=1 + stats.accepted_tokens / stats.drafts if stats.drafts else None,
+    )
 
 
 def versions(peers: bool) -> dict[str, str]:

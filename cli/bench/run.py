@@ -7,7 +7,7 @@ import dataclasses
 import math
 import platform
 import statistics
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,7 +20,7 @@ from ...engine.launch import launch
 from ...engine.load.hub import resolve
 from ...engine.load.packed import open_packed
 from ...engine.load.progress import Progress
-from ...engine.messages import EngineInfo
+from ...engine.messages import EngineInfo, EngineStats
 from ...engine.request import SamplingParams
 from ...engine.tokenizer import Tokenizer
 from ...kernels.device import default_threads, read_machine
@@ -32,7 +32,7 @@ from .http_target import CHAT, COMPLETIONS, Endpoint, OpenAIServer, find_model, 
 from .load_shape import Load
 from .made import ordinary_tokens
 from .options import LoadOptions, ReportOptions, TargetOptions
-from .report import LoadFacts, Option, Provenance, Report, WorkloadFacts, load_average, versions
+from .report import LoadFacts, Option, Provenance, Report, WorkloadFacts, load_average, speculation, versions
 from .session import Plan, measure
 from .targets import InProcess, Target
 from .transformers_target import start_transformers
@@ -70,6 +70,7 @@ class _Side:
     chat: bool
     context: int
     engine: EngineInfo | None
+    stats: Callable[[], EngineStats] | None = None
 
 
 async def run(options: Options, progress: Progress) -> Report:
@@ -86,6 +87,7 @@ async def run(options: Options, progress: Progress) -> Report:
         pool = workload.token_ids if side.tokenizer is None else ordinary_tokens(side.tokenizer)
         plan = _plan(options)
         measured = await measure(targets, workload, plan, pool, progress)
+        speculated = None if side.stats is None else speculation(await asyncio.to_thread(side.stats))
     refused = measured.refused and not options.report.allow_tainted
     machine = read_machine()
     provenance = Provenance(
@@ -105,6 +107,7 @@ async def run(options: Options, progress: Progress) -> Report:
         results=() if refused else measured.results,
         ratios=() if refused else measured.ratios,
         findings=(*busy(before[0], machine.cores), *measured.findings),
+        speculation=speculated,
         partial=measured.partial,
         refused=refused,
         rounds=measured.rounds,
@@ -118,7 +121,7 @@ async def _own_engine(options: Options, progress: Progress) -> AsyncIterator[_Si
         info = frontend.info
         target = InProcess(frontend, options.sampling)
         local = options.config.model
-        yield _Side(target, info.model, local, frontend.tokenizer, False, info.max_model_len, info)
+        yield _Side(target, info.model, local, frontend.tokenizer, False, info.max_model_len, info, frontend.stats)
     finally:
         await asyncio.to_thread(frontend.close)
 
@@ -129,7 +132,7 @@ async def _server(options: Options, progress: Progress) -> AsyncIterator[_Side]:
     path = asked.endpoint or COMPLETIONS
     tokenizer = None
     if asked.tokenizer:
-        tokenizer = Tokenizer(_packed(asked.tokenizer, progress))
+        tokenizer = Tokenizer(packed_folder(asked.tokenizer, progress))
     async with make_client() as client:
         progress("waiting for the server", 0, 0)
         model, context = await find_model(
@@ -155,7 +158,8 @@ async def _transformers(options: Options, side: _Side, progress: Progress) -> As
         await target.close()
 
 
-def _packed(name: str, progress: Progress) -> Path:
+def packed_folder(name: str, progress: Progress) -> Path:
+    """Where the packed files of a model are, its tokenizer among them; packs it if need be."""
     settings = environment()
     source = resolve(name, environment=settings, progress=progress)
     return open_packed(source, dtype="auto", cache=settings.cache, progress=progress).folder

@@ -32,6 +32,11 @@ def show(console: Console, report: Report) -> None:
             console.table((f"{result.backend}, {_LATENCY[0]}", *_LATENCY[1:]), _latencies(result))
             console.data(_counted(result, report))
         console.data("tokens/s and ms/token count answers and include the time for their prompts")
+        if (drafted := report.speculation) is not None and drafted.length is not None:
+            console.data(
+                f"speculation: {drafted.draft_tokens} tokens drafted in {drafted.drafts} drafts, "
+                f"{drafted.acceptance:.0%} accepted, {drafted.length:.2f} tokens a step with drafts"
+            )
     console.data(_asked(report.workload))
     for note in report.workload.notes:
         console.say(f"note: {note}")

@@ -12,6 +12,7 @@ from ...engine.config import EngineConfig
 from ...kernels.errors import UsageError
 from ..bench.dataset_options import WorkloadOptions
 from ..bench.options import Loads, ReportOptions, Reports, TargetOptions, Targets, Workloads
+from ..config_file import Config, choose_named
 from ..console import Console
 from ..exits import ExitCode
 from ..options import EngineOptions, parse_count
@@ -33,6 +34,7 @@ def bench(
     profile_context: Annotated[
         int, typer.Option("--profile-context", parser=parse_count, metavar="N", help="Tokens before that step.")
     ] = 512,
+    file: Config = None,
 ) -> None:
     """Measure throughput, latencies and memory.
 
@@ -40,6 +42,7 @@ def bench(
     earlier run helps; failed requests are counted apart; figures that a guard finds unfit are withheld.
     """
     console: Console = context.obj
+    config = msgspec.structs.replace(config, model=choose_named(config.model, file))
     if profile:
         _profile(console, config, workload, target, report, profile_context)
         return

@@ -14,6 +14,7 @@ from ...kernels.errors import UsageError
 from ..chat.conversation import Conversation, ask
 from ..chat.screen import describe, line_editor, printable, status
 from ..chat.session import talk
+from ..config_file import Config, choose_named
 from ..console import Console
 from ..exits import ExitCode
 from ..options import EngineOptions, SamplingOptions
@@ -31,6 +32,7 @@ def chat(
         str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Answer this and exit; stdin is not read.")
     ] = None,
     system: Annotated[str, typer.Option("--system", metavar="TEXT", help="The system prompt.")] = "",
+    file: Config = None,
 ) -> None:
     """Chat with a model.
 
@@ -38,6 +40,7 @@ def chat(
     message, and stdout is the answer alone.
     """
     console: Console = context.obj
+    config = msgspec.structs.replace(config, model=choose_named(config.model, file))
     question = _question(console, prompt)
     check_text(system, "`--system`")
     with contextlib.closing(_launch(console, config)) as frontend:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...engine.config import environment
-from ..config_file import Config
+from ..config_file import Config, choose_named
 from ..console import Console
 from ..exits import ExitCode
 from ..expand import Built
@@ -45,7 +45,7 @@ def quantize(
     console: Console = context.obj
     settings = environment()
     with console.progress() as progress:
-        source = resolve(asked.model or (file.model if file else ""), environment=settings, progress=progress)
+        source = resolve(choose_named(asked.model, file), environment=settings, progress=progress)
     work = prepare(open_checkpoint(source), asked)
     check_output(work, asked.overwrite)
     available = read_machine().memory_available

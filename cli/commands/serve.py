@@ -14,7 +14,7 @@ from ...engine.config import EngineConfig, environment
 from ...kernels.errors import UsageError
 from ..api.settings import ServeSettings
 from ..command_line import command_line
-from ..config_file import Config
+from ..config_file import Config, choose_named
 from ..console import Console
 from ..exits import ExitCode
 from ..options import EngineOptions
@@ -41,8 +41,7 @@ def serve(
     from ...engine.load.hub import DEFAULT_MODEL
 
     console: Console = context.obj
-    named = config.model or (file.model if file else "")
-    model = claims.revised(named or environment().model)
+    model = claims.revised(choose_named(config.model, file) or environment().model)
     shown = model or DEFAULT_MODEL
     claims.check(shown)
     if print_command:

@@ -24,13 +24,12 @@ from typing import BinaryIO
 
 import msgspec
 
-from ...kernels.cpu.pack import LAYOUT_VERSION, pack, packed_bytes
-from ...kernels.errors import CheckpointError, UnsupportedModel, UsageError
-from ...kernels.formats import WeightFormat
+from ...kernels.cpu.pack import LAYOUT_VERSION, pack
+from ...kernels.errors import CheckpointError
 from ...kernels.ops import PANEL
 from ...quant.formats.stored import StoredTensor
 from .checkpoint import Checkpoint, open_checkpoint
-from .convert import convert, roundings, target_format
+from .convert import convert, packed_form, roundings, target_format
 from .disk import NO_SPACE, disk_full
 from .entry import (
     CHAT,
@@ -191,11 +190,8 @@ def _parts(stored: StoredTensor, dtype: str) -> list[tuple[str, int, int, int]]:
     if len(stored.shape) == 1:
         return [(VECTOR, stored.shape[0], 1, 4 * stored.shape[0])]
     n, k = stored.shape
-    format = target_format(_format(stored), dtype)
-    try:
-        parts = [(format.name, n, k, packed_bytes(format, n, k))]
-    except UsageError as error:
-        raise UnsupportedModel(f"`{stored.name}`: {error.message}", "use --dtype float32, which unpacks it") from error
+    format, size = packed_form(stored, dtype)
+    parts = [(format.name, n, k, size)]
     return parts if format.is_float or stored.order is None else [(ORDER, k, 1, 4 * k), *parts]
 
 
@@ -272,8 +268,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _format(stored: StoredTensor) -> WeightFormat:
-    assert stored.format is not None, stored.name
-    return stored.format

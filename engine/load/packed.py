@@ -30,7 +30,6 @@ from .entry import (
     ENTRY_VERSION,
     MANIFEST,
     ORDER,
-    TOKENIZER,
     VECTOR,
     WEIGHTS,
     BadEntry,
@@ -78,18 +77,6 @@ class PackedModel:
     def build(self, batch: Batch, kv: Mapping[int, KVLayer], limits: Limits, kernels: str) -> Decoder:
         """Our decoder over these weights; `kv` is each layer's part of the cache."""
         return build_decoder(self.spec, self.weights, self.vectors, batch, kv, limits, kernels)
-
-    @property
-    def tokenizer_path(self) -> Path:
-        return self.folder / TOKENIZER
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        return self.chat.eos_ids
-
-    @property
-    def chat_template(self) -> str:
-        return self.chat.template
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class KVGroup:
 
     @property
     def bytes_per_layer(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * self.block_size * self.format.bytes_per_value
+        return 2 * self.num_kv_heads * self.block_size * self.format.head_bytes(self.head_dim)
 
     @property
     def bytes_per_block(self) -> int:

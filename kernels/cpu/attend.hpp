@@ -31,8 +31,10 @@ constexpr float kNever = -__builtin_inff();
 // A run of positions of one split inside one block.
 template <class Elem>
 struct Segment {
-  const Elem* keys;    // column of the first position in [head_dim][block_size]
-  const Elem* values;  // row of the first position in [block_size][head_dim]
+  const Elem* keys;              // column of the first position in [head_dim][block_size]
+  const Elem* values;            // row of the first position in [block_size][head_dim]
+  const uint16_t* key_scales;    // of the first position, if the format has any
+  const uint16_t* value_scales;
   int at;              // first position, counted from the start of the split; a multiple of 8
   int count;
 };
@@ -106,10 +108,24 @@ LLMCTL_INLINE void score_strip(const float* __restrict q, const Segment<typename
     next_keys += stride;
     values += kStripBytes;
   }
-  LLMCTL_UNROLL
-  for (int r = 0; r < kQ; ++r) {
+  if constexpr (Format::kMarked) {
     LLMCTL_UNROLL
-    for (int v = 0; v < kVectors; ++v) Isa::store(scores + r * kAttendSplit + kLanes * v, acc[r][v]);
+    for (int v = 0; v < kVectors; ++v) {
+      const F first = Format::template load<Isa>(segment.keys + offset + kLanes * v);
+      const F mark = Isa::select(Format::template marked<Isa>(first), Isa::set1(__builtin_nanf("")), Isa::zero());
+      LLMCTL_UNROLL
+      for (int r = 0; r < kQ; ++r) acc[r][v] = Isa::add(acc[r][v], mark);
+    }
+  }
+  LLMCTL_UNROLL
+  for (int v = 0; v < kVectors; ++v) {
+    F scale;
+    if constexpr (Format::kScaled) scale = Isa::load_bf16(segment.key_scales + offset + kLanes * v);
+    LLMCTL_UNROLL
+    for (int r = 0; r < kQ; ++r) {
+      if constexpr (Format::kScaled) acc[r][v] = Isa::mul(acc[r][v], scale);
+      Isa::store(scores + r * kAttendSplit + kLanes * v, acc[r][v]);
+    }
   }
 }
 
@@ -135,7 +151,10 @@ LLMCTL_INLINE void value_strip(const float* __restrict weights, const Segment<ty
   LLMCTL_UNROLL
   for (int r = 0; r < kQ; ++r) {
     LLMCTL_UNROLL
-    for (int v = 0; v < kVectors; ++v) Isa::store(out + r * kMaxHeadDim + d + kLanes * v, acc[r][v]);
+    for (int v = 0; v < kVectors; ++v) {
+      if constexpr (Format::kFactor != 1.0f) acc[r][v] = Isa::mul(acc[r][v], Isa::set1(Format::kFactor));
+      Isa::store(out + r * kMaxHeadDim + d + kLanes * v, acc[r][v]);
+    }
   }
 }
 
@@ -166,6 +185,20 @@ LLMCTL_INLINE void soften(float* scores, int from, int to, int first, int end, f
   *sum = Isa::sum(total);
 }
 
+// weights [rows] times the scale of each position's value. Weights behind a segment's end are never used.
+template <class Isa, class Elem>
+LLMCTL_INLINE void weigh_scales(float* weights, int rows, const Segment<Elem>* segments, int count) {
+  for (int s = 0; s < count; ++s) {
+    for (int t = 0; t < segments[s].count; t += kLanes) {
+      const auto scale = Isa::load_bf16(segments[s].value_scales + t);
+      for (int r = 0; r < rows; ++r) {
+        float* at = weights + r * kAttendSplit + segments[s].at + t;
+        Isa::store(at, Isa::mul(Isa::load(at), scale));
+      }
+    }
+  }
+}
+
 // Partial results of one split for kQ score rows: out [kQ][kMaxHeadDim], maximum and sum [kQ].
 template <class Isa, class Format, int kQ>
 LLMCTL_NOINLINE void split_part(const Kv& kv, const int32_t* table, int kv_head, const float* q, const Visible& visible,
@@ -184,10 +217,11 @@ LLMCTL_NOINLINE void split_part(const Kv& kv, const int32_t* table, int kv_head,
   int count = 0;
   for (int p = low / kLanes * kLanes; p < high; ++count) {
     const int offset = p % kv.block_size, length = least(kv.block_size - offset, high - p);
-    const uint8_t* head = kv.head(table[p / kv.block_size], kv_head);
-    segments[count] = {reinterpret_cast<const Elem*>(head) + offset,
-                       reinterpret_cast<const Elem*>(head + kv.half_bytes()) + static_cast<long>(offset) * kv.head_dim,
-                       p - origin, length};
+    const long block = table[p / kv.block_size];
+    const KvHalf keys = half_of(kv, block, kv_head, 0), values = half_of(kv, block, kv_head, 1);
+    segments[count] = {reinterpret_cast<const Elem*>(keys.values) + offset,
+                       reinterpret_cast<const Elem*>(values.values) + static_cast<long>(offset) * kv.head_dim,
+                       keys.scales + offset, values.scales + offset, p - origin, length};
     p += length;
   }
 
@@ -215,6 +249,7 @@ LLMCTL_NOINLINE void split_part(const Kv& kv, const int32_t* table, int kv_head,
     soften<Isa>(scores + r * kAttendSplit, from, to, visible.first[r] - origin, visible.end[r] - origin, maximum + r,
                 sum + r);
   }
+  if constexpr (Format::kScaled) weigh_scales<Isa>(scores, kQ, segments, count);
 
   int d = 0;
   for (; d + kLanes * kWide <= kv.head_dim; d += kLanes * kWide) {
@@ -281,13 +316,14 @@ LLMCTL_INLINE void write_head(const Running& from, float* values, int head_dim) 
   }
 }
 
-// Query heads of a tile as [head_dim][rows], and what each score row sees. Score row = query * heads + head.
-LLMCTL_INLINE void open_tile(const AttendArgs& a, const AttendTile& tile, float* q, Visible& visible) {
+// Query heads of a tile times `factor` as [head_dim][rows], and what each score row sees. Score row = query * heads +
+// head.
+LLMCTL_INLINE void open_tile(const AttendArgs& a, const AttendTile& tile, float factor, float* q, Visible& visible) {
   const int rows = tile.queries * tile.heads, head_dim = a.kv.head_dim;
   for (int r = 0; r < rows; ++r) {
     const int row = tile.first_row + r / tile.heads;
     const float* from = a.q.row(row) + static_cast<long>(tile.first_head + r % tile.heads) * head_dim;
-    for (int d = 0; d < head_dim; ++d) q[d * rows + r] = from[d];
+    for (int d = 0; d < head_dim; ++d) q[d * rows + r] = from[d] * factor;
     const Range seen = visible_range(a.batch.position[row], a.window);
     visible.first[r] = seen.begin;
     visible.end[r] = seen.end;
@@ -299,7 +335,7 @@ LLMCTL_NOINLINE void attend_split(const AttendArgs& a, const AttendTile& tile, i
   alignas(32) float q[kTileRows * kMaxHeadDim], out[kTileRows * kMaxHeadDim];
   float maximum[kTileRows], sum[kTileRows];
   Visible visible;
-  open_tile(a, tile, q, visible);
+  open_tile(a, tile, Format::kFactor, q, visible);
   const int rows = tile.queries * tile.heads;
   const int32_t* table = a.kv.table + a.batch.slot[tile.first_row] * a.kv.max_blocks;
   split_part_of<Isa, Format>(rows, a.kv, table, tile.kv_head, q, visible, split, out, maximum, sum);
@@ -316,7 +352,7 @@ LLMCTL_NOINLINE void attend_whole(const AttendArgs& a, const AttendTile& tile) {
   alignas(32) float q[kTileRows * kMaxHeadDim], out[kTileRows * kMaxHeadDim], merged[kTileRows * kMaxHeadDim];
   float maximum[kTileRows], sum[kTileRows];
   Visible visible;
-  open_tile(a, tile, q, visible);
+  open_tile(a, tile, Format::kFactor, q, visible);
   const int rows = tile.queries * tile.heads, head_dim = a.kv.head_dim;
   const int32_t* table = a.kv.table + a.batch.slot[tile.first_row] * a.kv.max_blocks;
   Running running[kTileRows];

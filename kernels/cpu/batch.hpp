@@ -74,11 +74,18 @@ struct Act {
   float* row(long i) const { return values + i * k; }
 };
 
-enum class KvKind : int { f32, f16, bf16 };
-constexpr int kKvKinds = 3;
+enum class KvKind : int { f32, f16, bf16, fp8_e4m3, fp8_e5m2, int8 };
+constexpr int kKvKinds = 6;
+
+// Bytes of a value, and of the scale of a token's K or V in one head.
+constexpr long kv_value_bytes(KvKind kind) {
+  return kind == KvKind::f32 ? 4 : kind == KvKind::f16 || kind == KvKind::bf16 ? 2 : 1;
+}
+constexpr long kv_scale_bytes(KvKind kind) { return kind == KvKind::int8 ? 2 : 0; }
 
 // One layer of a paged KV arena, and the block table of its group: int32 [max_slots, max_blocks].
-// In a block, from layer_offset on, per KV head: K [head_dim][block_size], then V [block_size][head_dim].
+// In a block, from layer_offset on, per KV head: K [head_dim][block_size], then V [block_size][head_dim], each followed
+// by its scales, bfloat16 [block_size], if the kind has any.
 struct Kv {
   KvKind kind;
   uint8_t* arena;
@@ -90,8 +97,9 @@ struct Kv {
   const int32_t* table;
   long max_blocks;
 
-  long value_bytes() const { return kind == KvKind::f32 ? 4 : 2; }
-  long half_bytes() const { return value_bytes() * block_size * head_dim; }  // K or V of one head in one block
+  long values_bytes() const { return kv_value_bytes(kind) * block_size * head_dim; }
+  // K or V of one head in one block, with its scales
+  long half_bytes() const { return values_bytes() + kv_scale_bytes(kind) * block_size; }
   uint8_t* head(long block, int h) const { return arena + block * block_stride + layer_offset + 2 * half_bytes() * h; }
 };
 

@@ -46,6 +46,12 @@ std::vector<const Table*> tables() {
 #ifdef LLMCTL_HAVE_AVX2
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
     found.push_back(&avx2_table());
+#ifdef LLMCTL_HAVE_AVX512
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) {
+      found.push_back(&avx512_table());
+    }
+#endif
   }
 #endif
   return found;
@@ -139,24 +145,24 @@ Act make_act(int k, int max_rows, int rows, Address values, const std::vector<Fo
   return act;
 }
 
+KvKind kv_kind(const std::string& kind) {
+  if (kind == "f32") return KvKind::f32;
+  if (kind == "f16") return KvKind::f16;
+  if (kind == "bf16") return KvKind::bf16;
+  if (kind == "fp8_e4m3") return KvKind::fp8_e4m3;
+  if (kind == "fp8_e5m2") return KvKind::fp8_e5m2;
+  if (kind == "int8") return KvKind::int8;
+  refuse("unknown KV format `" + kind + "`");
+}
+
 Kv make_kv(const std::string& kind, Address arena, long block_stride, long layer_offset, int block_size,
            int num_kv_heads, int head_dim, Address table, long max_blocks) {
-  require(kind == "f32" || kind == "f16" || kind == "bf16", "unknown KV format `" + kind + "`");
   require(head_dim > 0 && head_dim % 8 == 0 && head_dim <= kMaxHeadDim,
           "head_dim " + text(head_dim) + " is not a multiple of 8 up to " + text(kMaxHeadDim));
   require(block_size > 0 && block_size % 8 == 0, "block size " + text(block_size) + " is not a multiple of 8");
   require(num_kv_heads > 0, text(num_kv_heads) + " KV heads");
-  Kv kv{kind == "f32"   ? KvKind::f32
-        : kind == "f16" ? KvKind::f16
-                        : KvKind::bf16,
-        at<uint8_t>(arena),
-        block_stride,
-        layer_offset,
-        block_size,
-        num_kv_heads,
-        head_dim,
-        at<const int32_t>(table),
-        max_blocks};
+  Kv kv{kv_kind(kind), at<uint8_t>(arena), block_stride, layer_offset, block_size, num_kv_heads, head_dim,
+        at<const int32_t>(table), max_blocks};
   const long layer_bytes = 2 * kv.half_bytes() * num_kv_heads;
   require(layer_offset >= 0 && layer_offset + layer_bytes <= block_stride,
           "layer at byte " + text(layer_offset) + " with " + text(layer_bytes) + " bytes leaves a block of " +
@@ -395,11 +401,12 @@ NB_MODULE(_cpu, m) {
       .def(
           "__init__",
           [](KvCopyArgs* self, Address arena, long block_stride, int num_layers, int block_size, int num_kv_heads,
-             int head_dim, long value_bytes) {
-            new (self) KvCopyArgs{at<uint8_t>(arena), block_stride, num_layers, block_size,
-                                  num_kv_heads,       head_dim,     value_bytes};
+             int head_dim, long value_bytes, long scale_bytes) {
+            new (self) KvCopyArgs{at<uint8_t>(arena), block_stride, num_layers,  block_size,
+                                  num_kv_heads,       head_dim,     value_bytes, scale_bytes};
           },
-          "arena"_a, "block_stride"_a, "num_layers"_a, "block_size"_a, "num_kv_heads"_a, "head_dim"_a, "value_bytes"_a)
+          "arena"_a, "block_stride"_a, "num_layers"_a, "block_size"_a, "num_kv_heads"_a, "head_dim"_a, "value_bytes"_a,
+          "scale_bytes"_a)
       .def("__call__", &kv_copy, "source"_a, "target"_a, "tokens"_a, Released());
 
   nb::class_<Sampler>(m, "Sampler")

@@ -14,6 +14,12 @@
 
 namespace llmctl::cpu {
 
+template <class Isa, class Format>
+LLMCTL_INLINE constexpr void set_attend(Table& t, KvKind kind) {
+  t.attend_split[static_cast<int>(kind)] = attend_split<Isa, Format>;
+  t.attend_whole[static_cast<int>(kind)] = attend_whole<Isa, Format>;
+}
+
 template <class Isa>
 LLMCTL_INLINE constexpr Table make_table() {
   Table t{};
@@ -29,12 +35,12 @@ LLMCTL_INLINE constexpr Table make_table() {
   t.linear[static_cast<int>(WeightKind::int4_min)] = linear<Isa, Int4Tile<Isa, WeightKind::int4_min>>;
   t.linear[static_cast<int>(WeightKind::int4_int)] = linear<Isa, Int4Tile<Isa, WeightKind::int4_int>>;
   t.rope_store = rope_store_tasks<Isa>;
-  t.attend_split[static_cast<int>(KvKind::f32)] = attend_split<Isa, KvF32>;
-  t.attend_split[static_cast<int>(KvKind::f16)] = attend_split<Isa, KvF16>;
-  t.attend_split[static_cast<int>(KvKind::bf16)] = attend_split<Isa, KvBf16>;
-  t.attend_whole[static_cast<int>(KvKind::f32)] = attend_whole<Isa, KvF32>;
-  t.attend_whole[static_cast<int>(KvKind::f16)] = attend_whole<Isa, KvF16>;
-  t.attend_whole[static_cast<int>(KvKind::bf16)] = attend_whole<Isa, KvBf16>;
+  set_attend<Isa, KvF32>(t, KvKind::f32);
+  set_attend<Isa, KvF16>(t, KvKind::f16);
+  set_attend<Isa, KvBf16>(t, KvKind::bf16);
+  set_attend<Isa, KvE4m3>(t, KvKind::fp8_e4m3);
+  set_attend<Isa, KvE5m2>(t, KvKind::fp8_e5m2);
+  set_attend<Isa, KvInt8>(t, KvKind::int8);
   t.attend_merge = attend_merge<Isa>;
   t.act_mul = act_mul_rows<Isa>;
   t.sample = sample_rows<Isa>;

@@ -1,7 +1,8 @@
 // The instruction sets: one struct of 8-lane primitives each, the `Isa` parameter of every kernel template.
 //
-// A kernel is written once against these names. `Avx2` is intrinsics only; `Generic` is plain C++ on gcc/clang vector
-// types and compiles for any CPU. Each is defined only in its own translation unit (which is compiled with that
+// A kernel is written once against these names. `Avx2` is intrinsics only, and so is `Avx512` (isa_avx512.hpp), which
+// is `Avx2` with wider columns for linear tiles; `Generic` is plain C++ on gcc/clang vector types and compiles for any
+// CPU. Each is defined only in its own translation unit (which is compiled with that
 // instruction set's flags), and every free function of the kernel headers is `LLMCTL_INLINE`: an out-of-line copy
 // compiled for AVX2 must never be the one that the linker keeps for the generic unit.
 //
@@ -12,8 +13,11 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef LLMCTL_ISA_AVX512  // isa_avx512.hpp builds on Avx2
+#define LLMCTL_ISA_AVX2
+#endif
 #if !defined(LLMCTL_ISA_AVX2) && !defined(LLMCTL_ISA_GENERIC)
-#error "define LLMCTL_ISA_AVX2 or LLMCTL_ISA_GENERIC before including isa.hpp"
+#error "define LLMCTL_ISA_AVX512, LLMCTL_ISA_AVX2 or LLMCTL_ISA_GENERIC before including isa.hpp"
 #endif
 
 #define LLMCTL_INLINE static inline __attribute__((always_inline))
@@ -46,6 +50,11 @@ struct Avx2 {
   using F = __m256;   // 8 float32
   using I = __m256i;  // 8 int32
   static constexpr const char* kName = "avx2";
+
+  // What linear tiles compute columns of a panel with, how many of them a vector has, and the rows of a tile.
+  using Columns = Avx2;
+  static constexpr int kWidth = kLanes;
+  static constexpr int kIntRows = 4, kFloatRows = 6;
 
   // ---- float32
   LLMCTL_INLINE F zero() { return _mm256_setzero_ps(); }
@@ -156,14 +165,26 @@ struct Avx2 {
     const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), words);
   }
-  // 16 bf16 stored in pairs (column j, column j + 8): a gets columns 0-7, b gets 8-15.
-  LLMCTL_INLINE void load_bf16_pairs(const uint16_t* p, F& a, F& b) {
+  // 16 bf16 stored in pairs (column j, column j + 8): v[0] gets columns 0-7, v[1] gets 8-15.
+  LLMCTL_INLINE void load_bf16_pairs(const uint16_t* p, F (&v)[2]) {
     const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    a = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
-    b = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))));
+    v[0] = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+    v[1] = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))));
+  }
+
+  // ---- 8-bit values in memory
+  LLMCTL_INLINE F load_i8(const int8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_64(p))); }
+  // The value / 256: the exponent keeps its bias when its field is put into a half's. NaN becomes 480 / 256.
+  LLMCTL_INLINE F load_e4m3(const uint8_t* p) {
+    const __m128i moved = _mm_slli_epi16(_mm_cvtepi8_epi16(load_64(p)), 7);
+    return _mm256_cvtph_ps(_mm_and_si128(moved, _mm_set1_epi16(static_cast<int16_t>(0xBFFF))));
+  }
+  LLMCTL_INLINE F load_e5m2(const uint8_t* p) {  // the upper half of a half
+    return _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), load_64(p)));
   }
 
   // ---- integer dot products over 8 columns
+  static constexpr bool kLongSums = false;  // whether a Sum4 is as good as an I for any number of k
   using Codes4 = __m256i;  // 8 columns x 4 consecutive k, one byte each
   using Sum4 = __m256i;    // running sum of int4 products: int16 pairs, good for 32 k (16 x 15 x 127 = 30480)
   using X4 = __m256i;      // 4 int8 activations, repeated
@@ -206,6 +227,10 @@ struct Avx2 {
   LLMCTL_INLINE __m128i load_128(const T* p) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   }
+  template <class T>
+  LLMCTL_INLINE __m128i load_64(const T* p) {
+    return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  }
   LLMCTL_INLINE __m128i pack_16(I v) {
     return _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
   }
@@ -221,6 +246,10 @@ struct Generic {
   typedef int32_t I __attribute__((vector_size(32)));
   typedef uint32_t U __attribute__((vector_size(32)));
   static constexpr const char* kName = "generic";
+
+  using Columns = Generic;
+  static constexpr int kWidth = kLanes;
+  static constexpr int kIntRows = 4, kFloatRows = 6;
 
   LLMCTL_INLINE F zero() { return F{}; }
   LLMCTL_INLINE F set1(float v) { return F{v, v, v, v, v, v, v, v}; }
@@ -335,17 +364,24 @@ struct Generic {
     const U quiet = (bits | 0x400000u) >> 16;
     store_words(p, (bits & 0x7FFFFFFFu) > 0x7F800000u ? quiet : rounded);
   }
-  LLMCTL_INLINE void load_bf16_pairs(const uint16_t* p, F& a, F& b) {
+  LLMCTL_INLINE void load_bf16_pairs(const uint16_t* p, F (&v)[2]) {
     const U pairs = load_u(p);
-    a = bits_as<F>(pairs << 16);
-    b = bits_as<F>(pairs & 0xFFFF0000u);
+    v[0] = bits_as<F>(pairs << 16);
+    v[1] = bits_as<F>(pairs & 0xFFFF0000u);
   }
+
+  LLMCTL_INLINE F load_i8(const int8_t* p) { return to_float(load_signed_bytes(p)); }
+  LLMCTL_INLINE F load_e4m3(const uint8_t* p) {
+    return half_to_float((U(load_signed_bytes(p)) << 7) & 0xBFFFu);
+  }
+  LLMCTL_INLINE F load_e5m2(const uint8_t* p) { return half_to_float((U(load_signed_bytes(p)) << 8) & 0xFFFFu); }
 
   // Bytes of a little-endian word are taken apart by shifts, so that one lane is one column throughout.
   struct Codes4 {
     I k[4];
   };
   using Sum4 = I;
+  static constexpr bool kLongSums = true;
   struct X4 {
     I k[4];
   };
@@ -384,6 +420,12 @@ struct Generic {
     U v;
     std::memcpy(&v, p, sizeof(v));
     return v;
+  }
+  LLMCTL_INLINE I load_signed_bytes(const void* p) {
+    typedef int8_t Bytes __attribute__((vector_size(8)));
+    Bytes v;
+    std::memcpy(&v, p, sizeof(v));
+    return __builtin_convertvector(v, I);
   }
   LLMCTL_INLINE U load_words(const void* p) {
     Words v;

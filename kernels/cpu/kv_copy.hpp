@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstring>
+#include <initializer_list>
 
 #include "batch.hpp"
 
@@ -15,13 +16,16 @@ struct KvCopyArgs {
   int num_kv_heads;
   int head_dim;
   long value_bytes;
+  long scale_bytes;
 };
 
 // K is [head_dim][block_size]: `tokens` values at the head of each of its rows; V is [block_size][head_dim]: one run.
+// Each has its scales [block_size] behind it.
 inline void kv_copy(const KvCopyArgs& a, long source, long target, long tokens) {
   if (source == target) return;
   const long row_bytes = a.block_size * a.value_bytes;
-  const long half_bytes = row_bytes * a.head_dim;
+  const long values_bytes = row_bytes * a.head_dim;
+  const long half_bytes = values_bytes + a.block_size * a.scale_bytes;
   const uint8_t* from = a.arena + source * a.block_stride;
   uint8_t* to = a.arena + target * a.block_stride;
   const long units = static_cast<long>(a.num_layers) * a.num_kv_heads;
@@ -34,6 +38,9 @@ inline void kv_copy(const KvCopyArgs& a, long source, long target, long tokens) 
       std::memcpy(to + d * row_bytes, from + d * row_bytes, static_cast<std::size_t>(tokens * a.value_bytes));
     }
     std::memcpy(to + half_bytes, from + half_bytes, static_cast<std::size_t>(tokens * a.head_dim * a.value_bytes));
+    for (const long scales : {values_bytes, half_bytes + values_bytes}) {
+      std::memcpy(to + scales, from + scales, static_cast<std::size_t>(tokens * a.scale_bytes));
+    }
   }
 }
 

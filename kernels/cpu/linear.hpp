@@ -12,41 +12,59 @@
 
 namespace llmctl::cpu {
 
+// How far ahead of a tile its weights are asked for, next panel included: the hardware stops at the end of a page, and
+// a thread's panels are one stream.
+constexpr int kPrefetchBytes = 1024;
+
+// Adds bias and output where they are asked for, and stores.
 template <class Isa>
-LLMCTL_INLINE void finish_tile(const LinearArgs& a, const float* sums, int rows, int row, int panel) {
+LLMCTL_NOINLINE void finish_tile(const LinearArgs& a, const float* sums, int rows, int row, int panel) {
+  using F = typename Isa::F;
+  const long column = static_cast<long>(panel) * kPanel;
+  F bias[2] = {Isa::zero(), Isa::zero()};
+  if (a.bias != nullptr) bias[0] = Isa::load(a.bias + column), bias[1] = Isa::load(a.bias + column + kLanes);
   for (int i = 0; i < rows; ++i) {
-    float* out = a.out.row(row + i) + static_cast<long>(panel) * kPanel;
-    for (int j = 0; j < kPanel; j += kLanes) {
-      auto v = Isa::load(sums + i * kPanel + j);
-      if (a.bias != nullptr) v = Isa::add(v, Isa::load(a.bias + static_cast<long>(panel) * kPanel + j));
-      if (a.add) v = Isa::add(Isa::load(out + j), v);
-      Isa::store(out + j, v);
+    float* out = a.out.row(row + i) + column;
+    F low = Isa::add(Isa::load(sums + i * kPanel), bias[0]);
+    F high = Isa::add(Isa::load(sums + i * kPanel + kLanes), bias[1]);
+    if (a.add) low = Isa::add(Isa::load(out), low), high = Isa::add(Isa::load(out + kLanes), high);
+    Isa::store(out, low);
+    Isa::store(out + kLanes, high);
+  }
+}
+
+template <class Isa, class Tile, int kRows>
+LLMCTL_INLINE void run_tile(const LinearArgs& a, int panel, int row, int act_row) {
+  alignas(64) float sums[kRows * kPanel];
+  Tile::template run<kRows>(a, panel, act_row + row, sums);
+  finish_tile<Isa>(a, sums, kRows, row, panel);
+}
+
+// A tile of `rows` rows, one of 1..kMost.
+template <class Isa, class Tile, int kMost>
+LLMCTL_INLINE void run_height(const LinearArgs& a, int rows, int panel, int row, int act_row) {
+  if constexpr (kMost > 0) {
+    if (rows == kMost) {
+      run_tile<Isa, Tile, kMost>(a, panel, row, act_row);
+    } else {
+      run_height<Isa, Tile, kMost - 1>(a, rows, panel, row, act_row);
     }
   }
 }
 
-// Runs Tile::run<kRows> over the rows, as high as possible, and over the panels outside: a panel stays in L1 while the
-// rows pass by.
+// Runs Tile::run<kRows> over the rows, in the fewest tiles and those of about one height, and over the panels outside: a
+// panel stays in L1 while the rows pass by.
 template <class Isa, class Tile>
 LLMCTL_NOINLINE void linear(const LinearArgs& a, int panel_begin, int panel_end, int row_begin, int row_end,
                             int act_row) {
-  alignas(32) float sums[Tile::kMaxRows * kPanel];
+  const int rows = row_end - row_begin, tiles = (rows + Tile::kMaxRows - 1) / Tile::kMaxRows;
   for (int p = panel_begin; p < panel_end; ++p) {
     int i = row_begin;
-    for (; i + Tile::kMaxRows <= row_end; i += Tile::kMaxRows) {
-      Tile::template run<Tile::kMaxRows>(a, p, act_row + i, sums);
-      finish_tile<Isa>(a, sums, Tile::kMaxRows, i, p);
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int height = rows / tiles + (tile < rows % tiles ? 1 : 0);
+      run_height<Isa, Tile, Tile::kMaxRows>(a, height, p, i, act_row);
+      i += height;
     }
-    const int left = row_end - i;
-    switch (left) {
-      case 5: Tile::template run<least(5, Tile::kMaxRows)>(a, p, act_row + i, sums); break;
-      case 4: Tile::template run<least(4, Tile::kMaxRows)>(a, p, act_row + i, sums); break;
-      case 3: Tile::template run<3>(a, p, act_row + i, sums); break;
-      case 2: Tile::template run<2>(a, p, act_row + i, sums); break;
-      case 1: Tile::template run<1>(a, p, act_row + i, sums); break;
-      default: continue;
-    }
-    finish_tile<Isa>(a, sums, left, i, p);
   }
 }
 

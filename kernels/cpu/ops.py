@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _cpu
-from ..formats import FLOAT_BYTES, WeightFormat
+from ..formats import KV_BYTES, WeightFormat
 from ..ops import (
     Act,
     ActMulArgs,
@@ -69,11 +69,6 @@ class CpuSample:
         if not 0 <= rows <= len(self.args.token):
             raise ValueError(f"{rows} rows to sample, at most {len(self.args.token)}")
         self.native(rows)
-
-
-def is_native(op: Op) -> bool:
-    """Whether this op can be part of a C++ program."""
-    return isinstance(op, _cpu.Op)
 
 
 def record(ops: Sequence[Op], batch: Batch) -> _cpu.Program:
@@ -188,14 +183,14 @@ def build_act_mul(args: ActMulArgs) -> tuple[_cpu.Op, ...]:
 
 def accepts_kv_copy(args: KVCopyArgs) -> str | None:
     """Why there is no kernel for this, None if there is one."""
-    if args.format.kind not in FLOAT_BYTES:
-        return f"KV format {args.format.kind}, not one of {', '.join(FLOAT_BYTES)}"
+    if args.format.kind not in KV_BYTES:
+        return f"KV format {args.format.kind}, not one of {', '.join(KV_BYTES)}"
     return None
 
 
 def build_kv_copy(args: KVCopyArgs) -> CpuKVCopy:
-    value_bytes = args.format.bytes_per_value
-    block_bytes = 2 * args.num_layers * args.num_kv_heads * args.head_dim * args.block_size * value_bytes
+    head_bytes = args.format.head_bytes(args.head_dim)
+    block_bytes = 2 * args.num_layers * args.num_kv_heads * args.block_size * head_bytes
     if block_bytes > args.block_stride:
         raise ValueError(f"a block holds {block_bytes} bytes, its stride is {args.block_stride}")
     native = _cpu.KvCopy(
@@ -205,7 +200,8 @@ def build_kv_copy(args: KVCopyArgs) -> CpuKVCopy:
         args.block_size,
         args.num_kv_heads,
         args.head_dim,
-        value_bytes,
+        args.format.bytes_per_value,
+        args.format.scale_bytes,
     )
     return CpuKVCopy(native, args)
 
@@ -242,8 +238,8 @@ def _refuse_weight(format: WeightFormat, k: int) -> str | None:
 
 
 def _refuse_kv(kv: KVLayer, num_heads: int) -> str | None:
-    if kv.format.kind not in FLOAT_BYTES:
-        return f"KV format {kv.format.kind}, not one of {', '.join(FLOAT_BYTES)}"
+    if kv.format.kind not in KV_BYTES:
+        return f"KV format {kv.format.kind}, not one of {', '.join(KV_BYTES)}"
     if kv.head_dim % 8 or not 8 <= kv.head_dim <= MAX_HEAD_DIM:
         return f"head_dim {kv.head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
     if kv.block_size % 8 or kv.block_size not in BLOCK_SIZES:

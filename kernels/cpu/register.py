@@ -15,6 +15,7 @@ from typing import Any
 
 from ..device import read_machine
 from ..entry import OPS, Entry
+from ..errors import UsageError
 from ..ops import Batch, Op, Program
 
 
@@ -27,25 +28,31 @@ class Isa:
     features: tuple[str, ...]
 
 
-ISAS = (Isa("avx2", 20, ("avx2", "fma", "f16c")), Isa("generic", 10, ()))
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
+ISAS = (Isa("avx512", 30, _AVX512), Isa("avx2", 20, _AVX2), Isa("generic", 10, ()))
 
 _Accepts = Callable[[Any], str | None]
 _Build = Callable[[Any], Any]
 
 
 def configure(kernels: str, threads: int) -> Isa | None:
-    """The instruction set that `kernels` ("auto" or "generic") binds on this CPU; sets the pool to `threads`.
+    """The instruction set that `kernels` ("auto" or the name of one) binds on this CPU; sets the pool to `threads`.
 
     None if the extension cannot be imported. The pool is the process's own: the last engine to start sets its size.
+    Raises UsageError if the one that is asked for cannot run here.
     """
     try:
         from .. import _cpu
     except ImportError:
         return None
     _cpu.set_threads(threads)
-    features = read_machine().features
-    usable = [isa for isa in ISAS if all(name in features for name in isa.features)]
-    return usable[-1] if kernels == "generic" else usable[0]
+    usable = [isa for isa in ISAS if _missing(isa) is None]
+    for isa in usable:
+        if kernels in ("auto", isa.name):
+            return isa
+    reason = next((_missing(isa) for isa in ISAS if isa.name == kernels), None)
+    raise UsageError(f"--kernels is `{kernels}`: {reason}", f"choose auto or {', '.join(isa.name for isa in usable)}")
 
 
 def build_id() -> str:
@@ -60,13 +67,12 @@ def build_id() -> str:
 @functools.cache
 def entries() -> tuple[Entry, ...]:
     """Every C++ entry, also those that will refuse here."""
-    features = read_machine().features
     found = []
     for isa in ISAS:
-        missing = [name for name in isa.features if name not in features]
+        missing = _missing(isa)
         for op, (accepts, build) in _faces().items():
-            if missing:
-                accepts = _refuse(f"this CPU has no {', '.join(missing)}")
+            if missing is not None:
+                accepts = _refuse(missing)
             bits, source = f"cpu-{isa.name}", f"kernels/cpu/{op}.hpp"
             found.append(Entry(op, "cpu", bits, isa.name, isa.priority, accepts, _on(isa.name, build), source))
     return tuple(found)
@@ -86,6 +92,19 @@ def record(ops: Sequence[Op], batch: Batch) -> Program:
     from .ops import record as record_native
 
     return record_native(ops, batch)
+
+
+def _missing(isa: Isa) -> str | None:
+    """Why kernels of this instruction set cannot run here, None if they can or nobody can say."""
+    features = read_machine().features
+    missing = [name for name in isa.features if name not in features]
+    if missing:
+        return f"this CPU has no {', '.join(missing)}"
+    try:
+        from .. import _cpu
+    except ImportError:
+        return None
+    return None if isa.name in _cpu.isas() else f"the extension was built without {isa.name}"
 
 
 def _faces() -> dict[str, tuple[_Accepts, _Build]]:

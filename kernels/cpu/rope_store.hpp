@@ -2,6 +2,7 @@
 //
 // A task is one row and one KV head with the query heads that read it. K goes to column `position % block_size` of the
 // block's [head_dim][block_size], V to row `position % block_size` of [block_size][head_dim], rounded to nearest even.
+// What becomes of values that an 8-bit format cannot hold is said in formats.py.
 #pragma once
 
 #include "kv_format.hpp"
@@ -34,12 +35,68 @@ LLMCTL_INLINE void rotate_head(float* head, int half, const float* weight, float
   }
 }
 
+template <class Isa>
+LLMCTL_INLINE typename Isa::F nan_to_zero(typename Isa::F v) {
+  return Isa::select(Isa::equal(v, v), v, Isa::zero());
+}
+
+template <class Isa>
+LLMCTL_INLINE bool has_nan(const float* x, int count) {
+  unsigned fine = 0xFF;
+  for (int d = 0; d < count; d += kLanes) fine &= Isa::mask_bits(Isa::equal(Isa::load(x + d), Isa::load(x + d)));
+  return fine != 0xFF;
+}
+
+// absmax / 127, rounded up to bfloat16 so that no code is above 127; never 0, and finite also for infinity.
+template <class Isa>
+LLMCTL_INLINE uint16_t scale_of(const float* x, int count) {
+  using F = typename Isa::F;
+  F top = Isa::set1(1e-30f);
+  for (int d = 0; d < count; d += kLanes) top = Isa::max(Isa::abs(nan_to_zero<Isa>(Isa::load(x + d))), top);
+  const float largest = Isa::max_lane(Isa::min(top, Isa::set1(__FLT_MAX__)));
+  return static_cast<uint16_t>((bits_as<uint32_t>(largest / 127.0f) + 0xFFFF) >> 16);
+}
+
 template <class Isa, class Format>
-LLMCTL_INLINE void store_kv(const Kv& kv, const float* k, const float* v, long block, int kv_head, int offset) {
+LLMCTL_INLINE void store_bytes(const Kv& kv, const float* k, const float* v, long block, int kv_head, int offset) {
+  using F = typename Isa::F;
   using Elem = typename Format::Elem;
-  Elem* keys = reinterpret_cast<Elem*>(kv.head(block, kv_head)) + offset;
-  Elem* values =
-      reinterpret_cast<Elem*>(kv.head(block, kv_head) + kv.half_bytes()) + static_cast<long>(offset) * kv.head_dim;
+  constexpr uint16_t kBf16Nan = 0x7FC0;
+  const KvHalf keys = half_of(kv, block, kv_head, 0), values = half_of(kv, block, kv_head, 1);
+  Elem* column_of_k = reinterpret_cast<Elem*>(keys.values) + offset;
+  Elem* row_of_v = reinterpret_cast<Elem*>(values.values) + static_cast<long>(offset) * kv.head_dim;
+  F k_scale = Isa::set1(1.0f), v_scale = k_scale;
+  if constexpr (Format::kScaled) {
+    keys.scales[offset] = scale_of<Isa>(k, kv.head_dim);
+    values.scales[offset] = scale_of<Isa>(v, kv.head_dim);
+    k_scale = Isa::set1(bits_as<float>(uint32_t{keys.scales[offset]} << 16));
+    v_scale = Isa::set1(bits_as<float>(uint32_t{values.scales[offset]} << 16));
+  }
+  for (int d = 0; d < kv.head_dim; d += kLanes) {
+    Elem column[kLanes];
+    F key = nan_to_zero<Isa>(Isa::load(k + d)), value = nan_to_zero<Isa>(Isa::load(v + d));
+    if constexpr (Format::kScaled) {
+      key = Isa::div(key, k_scale);
+      value = Isa::div(value, v_scale);
+    }
+    Format::template store<Isa>(column, key);
+    for (int i = 0; i < kLanes; ++i) column_of_k[static_cast<long>(d + i) * kv.block_size] = column[i];
+    Format::template store<Isa>(row_of_v + d, value);
+  }
+  if (has_nan<Isa>(k, kv.head_dim) || has_nan<Isa>(v, kv.head_dim)) {
+    if constexpr (Format::kScaled) {
+      keys.scales[offset] = kBf16Nan;
+    } else {
+      *column_of_k = kFp8Nan;
+    }
+  }
+}
+
+template <class Isa, class Format>
+LLMCTL_INLINE void store_floats(const Kv& kv, const float* k, const float* v, long block, int kv_head, int offset) {
+  using Elem = typename Format::Elem;
+  Elem* keys = reinterpret_cast<Elem*>(half_of(kv, block, kv_head, 0).values) + offset;
+  Elem* values = reinterpret_cast<Elem*>(half_of(kv, block, kv_head, 1).values) + static_cast<long>(offset) * kv.head_dim;
   for (int d = 0; d < kv.head_dim; d += kLanes) {
     Elem column[kLanes];
     Format::template store<Isa>(column, Isa::load(k + d));
@@ -67,9 +124,12 @@ LLMCTL_NOINLINE void rope_store_tasks(const RopeStoreArgs& a, int task_begin, in
     const long block = table[position / a.kv.block_size];
     const int offset = position % a.kv.block_size;
     switch (a.kv.kind) {
-      case KvKind::f32: store_kv<Isa, KvF32>(a.kv, k, v, block, kv_head, offset); break;
-      case KvKind::f16: store_kv<Isa, KvF16>(a.kv, k, v, block, kv_head, offset); break;
-      case KvKind::bf16: store_kv<Isa, KvBf16>(a.kv, k, v, block, kv_head, offset); break;
+      case KvKind::f32: store_floats<Isa, KvF32>(a.kv, k, v, block, kv_head, offset); break;
+      case KvKind::f16: store_floats<Isa, KvF16>(a.kv, k, v, block, kv_head, offset); break;
+      case KvKind::bf16: store_floats<Isa, KvBf16>(a.kv, k, v, block, kv_head, offset); break;
+      case KvKind::fp8_e4m3: store_bytes<Isa, KvE4m3>(a.kv, k, v, block, kv_head, offset); break;
+      case KvKind::fp8_e5m2: store_bytes<Isa, KvE5m2>(a.kv, k, v, block, kv_head, offset); break;
+      case KvKind::int8: store_bytes<Isa, KvInt8>(a.kv, k, v, block, kv_head, offset); break;
     }
   }
 }

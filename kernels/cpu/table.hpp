@@ -173,5 +173,8 @@ const Table& generic_table();
 #ifdef LLMCTL_HAVE_AVX2
 const Table& avx2_table();
 #endif
+#ifdef LLMCTL_HAVE_AVX512
+const Table& avx512_table();
+#endif
 
 }  // namespace llmctl::cpu

@@ -11,7 +11,7 @@ from typing import Any
 from ..cpu.pack import check_layout
 from ..entry import Entry
 from ..errors import UsageError
-from ..formats import FLOAT_BYTES, KVFormat, WeightFormat
+from ..formats import KV_BYTES, KVFormat, WeightFormat
 from ..ops import (
     ActMulArgs,
     AttendArgs,
@@ -36,7 +36,7 @@ def _weight_refusal(format: WeightFormat, k: int) -> str | None:
 
 
 def _kv_refusal(format: KVFormat) -> str | None:
-    return None if format.kind in FLOAT_BYTES else f"no cache format `{format.kind}`"
+    return None if format.kind in KV_BYTES else f"no cache format `{format.kind}`"
 
 
 def _accepts_embed(args: EmbedArgs) -> str | None:

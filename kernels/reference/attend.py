@@ -8,7 +8,7 @@ import torch
 
 from ..ops import ROWS, AttendArgs
 from .act import write_act
-from .kv import head_views
+from .kv import head_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +20,13 @@ class Attend:
         rows = int(batch.counts[ROWS])
         out = torch.empty((rows, args.num_heads, kv.head_dim), dtype=torch.float64)
         q = torch.from_numpy(args.q)[:rows, : args.num_heads * kv.head_dim].double()
-        views = [head_views(kv, head) for head in range(kv.num_kv_heads)]
+        views = [head_view(kv, head) for head in range(kv.num_kv_heads)]
         for row in range(rows):
             last = int(batch.position[row])
             first = max(0, last + 1 - args.window) if args.window else 0
             table = torch.from_numpy(batch.tables[kv.group])[int(batch.slot[row]), : last // kv.block_size + 1].long()
             for head in range(args.num_heads):
-                k_blocks, v_blocks = views[head // (args.num_heads // kv.num_kv_heads)]
-                k = k_blocks[table].transpose(1, 2).reshape(-1, kv.head_dim)[first : last + 1].double()
-                v = v_blocks[table].reshape(-1, kv.head_dim)[first : last + 1].double()
+                k, v = (x[first : last + 1] for x in views[head // (args.num_heads // kv.num_kv_heads)].read(table))
                 query = q[row, head * kv.head_dim : (head + 1) * kv.head_dim]
                 out[row, head] = torch.softmax(k @ query, dim=0) @ v
         write_act(args.act, out.reshape(rows, -1).float())

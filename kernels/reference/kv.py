@@ -1,6 +1,11 @@
-"""Views of a paged KV arena: K transposed and V of one layer and KV head, in every block."""
+"""One KV head of one layer in a paged arena: K transposed, V and their scales in every block, as tensors.
+
+How values are rounded to the 8-bit formats is said here once, for all ops of the reference.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -8,29 +13,110 @@ import torch
 from ..formats import KVFormat
 from ..ops import AnyArray, KVLayer, U8Array
 
-_STORED: dict[str, type[np.generic]] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
+_STORED: dict[str, type[np.generic]] = {
+    "f32": np.float32, "f16": np.float16, "bf16": np.uint16, "fp8_e4m3": np.uint8, "fp8_e5m2": np.uint8, "int8": np.int8
+}  # fmt: skip
+_TORCH = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_FP8_MAX = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
+_SMALLEST = 1e-30  # as absmax: a scale is never 0
+_F32_MAX = float(np.finfo(np.float32).max)
 
 
-def head_views(kv: KVLayer, head: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(K [blocks, head_dim, block_size], V [blocks, block_size, head_dim]) of one KV head: views of the arena."""
-    return block_views(kv.arena, kv.block_stride, kv.layer_offset, head, kv.block_size, kv.head_dim, kv.format)
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadView:
+    """Views of the arena; the scales are None if the format has none.
+
+    keys    [blocks, head_dim, block_size];  values  [blocks, block_size, head_dim]
+    key_scales, value_scales  bfloat16 [blocks, block_size]
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    key_scales: torch.Tensor | None
+    value_scales: torch.Tensor | None
+    format: KVFormat
+
+    def read(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(K, V), float64 [tokens, head_dim] each, of all positions in the blocks of the table."""
+        head_dim = self.keys.shape[1]
+        k = _pick(self.keys, table).transpose(1, 2).reshape(-1, head_dim)
+        v = _pick(self.values, table).reshape(-1, head_dim)
+        if self.key_scales is not None and self.value_scales is not None:
+            k = k * _pick(self.key_scales, table).reshape(-1, 1)
+            v = v * _pick(self.value_scales, table).reshape(-1, 1)
+        return k, v
+
+    def write(self, block: int, inside: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store K and V, float32 [head_dim] each, of position `inside` of the block."""
+        if self.format.bytes_per_value > 1:
+            self.keys[block, :, inside] = k.to(self.keys.dtype)
+            self.values[block, inside, :] = v.to(self.values.dtype)
+            return
+        broken = bool(k.isnan().any() or v.isnan().any())
+        k, v = (x.where(~x.isnan(), 0.0) for x in (k, v))
+        if self.key_scales is not None and self.value_scales is not None:
+            for x, codes, scales in (
+                (k, self.keys[block, :, inside], self.key_scales),
+                (v, self.values[block, inside], self.value_scales),
+            ):
+                scale = _bfloat16_above(x.abs().max().clamp(_SMALLEST, _F32_MAX) / 127)
+                codes.copy_(torch.round(x / scale.float()).clamp(-127, 127).to(torch.int8))
+                scales[block, inside] = scale
+            if broken:
+                self.key_scales[block, inside] = torch.nan
+            return
+        limit = _FP8_MAX[self.format.kind]
+        k = k.clamp(-limit, limit)
+        if broken:
+            k[0] = torch.nan
+        self.keys[block, :, inside] = k.to(self.keys.dtype)
+        self.values[block, inside, :] = v.clamp(-limit, limit).to(self.values.dtype)
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first tokens of one block to another."""
+        self.keys[target, :, :tokens] = self.keys[source, :, :tokens]
+        self.values[target, :tokens] = self.values[source, :tokens]
+        for scales in (self.key_scales, self.value_scales):
+            if scales is not None:
+                scales[target, :tokens] = scales[source, :tokens]
 
 
-def block_views(
+def head_view(kv: KVLayer, head: int) -> HeadView:
+    """One KV head of the layer."""
+    return view_of(kv.arena, kv.block_stride, kv.layer_offset, head, kv.block_size, kv.head_dim, kv.format)
+
+
+def view_of(
     arena: U8Array, stride: int, layer_offset: int, head: int, block_size: int, head_dim: int, format: KVFormat
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `head_views`, from plain sizes."""
+) -> HeadView:
+    """As `head_view`, from plain sizes."""
     blocks = arena[: arena.size // stride * stride].reshape(-1, stride)
-    size = head_dim * block_size * format.bytes_per_value
-    first = layer_offset + head * 2 * size
-    k: AnyArray = blocks[:, first : first + size].view(_STORED[format.kind])
-    v: AnyArray = blocks[:, first + size : first + 2 * size].view(_STORED[format.kind])
-    k = k.reshape(-1, head_dim, block_size)
-    v = v.reshape(-1, block_size, head_dim)
-    assert np.shares_memory(k, arena) and np.shares_memory(v, arena)
-    return _tensor(k, format), _tensor(v, format)
+    codes, half = block_size * head_dim * format.bytes_per_value, block_size * format.head_bytes(head_dim)
+    first = layer_offset + head * 2 * half
+    parts = [blocks[:, start : start + codes].view(_STORED[format.kind]) for start in (first, first + half)]
+    assert all(np.shares_memory(part, arena) for part in parts)
+    keys, values = (_tensor(part, format.kind) for part in parts)
+    scales: list[torch.Tensor | None] = [None, None]
+    if format.scale_bytes:
+        ends = (first + half, first + 2 * half)
+        scales = [_tensor(blocks[:, end - block_size * 2 : end].view(np.uint16), "bf16") for end in ends]
+    return HeadView(
+        keys.view(-1, head_dim, block_size), values.view(-1, block_size, head_dim), scales[0], scales[1], format
+    )
 
 
-def _tensor(values: AnyArray, format: KVFormat) -> torch.Tensor:
+def _tensor(values: AnyArray, kind: str) -> torch.Tensor:
     tensor = torch.from_numpy(values)
-    return tensor.view(torch.bfloat16) if format.kind == "bf16" else tensor
+    return tensor.view(_TORCH[kind]) if kind in _TORCH else tensor
+
+
+def _pick(stored: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Blocks of the table, in float64; torch cannot index float8."""
+    if stored.element_size() > 1:
+        return stored[table].double()
+    return stored.view(torch.uint8)[table].view(stored.dtype).double()
+
+
+def _bfloat16_above(value: torch.Tensor) -> torch.Tensor:
+    """The smallest bfloat16 not below a positive float32 scalar."""
+    return ((value.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)

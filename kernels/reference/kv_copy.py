@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..ops import KVCopyArgs
-from .kv import block_views
+from .kv import view_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,10 +14,10 @@ class KVCopy:
 
     def __call__(self, source: int, target: int, tokens: int) -> None:
         args = self.args
-        layer_bytes = args.num_kv_heads * 2 * args.head_dim * args.block_size * args.format.bytes_per_value
+        layer_bytes = args.num_kv_heads * 2 * args.block_size * args.format.head_bytes(args.head_dim)
         for layer in range(args.num_layers):
             for head in range(args.num_kv_heads):
-                k, v = block_views(
+                view = view_of(
                     args.arena,
                     args.block_stride,
                     layer * layer_bytes,
@@ -26,8 +26,7 @@ class KVCopy:
                     args.head_dim,
                     args.format,
                 )
-                k[target, :, :tokens] = k[source, :, :tokens]
-                v[target, :tokens] = v[source, :tokens]
+                view.copy(source, target, tokens)
 
 
 def build(args: KVCopyArgs) -> KVCopy:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..ops import ROWS, F32Array, RopeStoreArgs
-from .kv import head_views
+from .kv import head_view
 from .norm import rms_norm
 
 
@@ -46,12 +46,11 @@ class RopeStore:
     def _store(self, k: torch.Tensor, v: torch.Tensor, rows: int) -> None:
         batch, kv = self.args.batch, self.args.kv
         for head in range(kv.num_kv_heads):
-            k_blocks, v_blocks = head_views(kv, head)
+            view = head_view(kv, head)
             for row in range(rows):
                 index, inside = divmod(int(batch.position[row]), kv.block_size)
                 block = int(batch.tables[kv.group][batch.slot[row], index])
-                k_blocks[block, :, inside] = k[row, head].to(k_blocks.dtype)
-                v_blocks[block, inside, :] = v[row, head].to(v_blocks.dtype)
+                view.write(block, inside, k[row, head], v[row, head])
 
 
 def build(args: RopeStoreArgs) -> RopeStore:

@@ -134,7 +134,7 @@ def detect(config: Config) -> CompressedFormat | None:
         if _says_something(read_object(config, key)):
             raise UnsupportedModel(f"compressed-tensors with {key}", "supported: weight-only integer quantization")
     if config.get("kv_cache_scheme") is not None:
-        log.info("the checkpoint's KV cache scales are not used: the cache is not quantized")
+        log.info("the checkpoint's KV cache scales are not used")
     layout = read_text(config, "format", default="pack-quantized")
     groups = read_object(config, "config_groups")
     if not groups:

@@ -1,6 +1,9 @@
 """What `doctor` finds, shows and calls a problem."""
 
 import json
+import re
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +54,12 @@ def test_real_registry_answers_without_torch():
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/", timeout=60)
+
+
+def test_every_package_that_is_depended_on_is_looked_for():
+    project = tomllib.loads((Path(diagnosis.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    names = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}
+    assert {*diagnosis.NEEDED, *diagnosis.OPTIONAL} == names
 
 
 def test_formats_with_one_outcome_share_a_row():

@@ -6,7 +6,14 @@ import pytest
 import typer
 
 from llmctl.cli.expand import Built, expand
-from llmctl.cli.options import EngineOptions, SamplingOptions, parse_count, parse_dtype, parse_length
+from llmctl.cli.options import (
+    EngineOptions,
+    SamplingOptions,
+    memory_config,
+    parse_count,
+    parse_dtype,
+    parse_length,
+)
 from llmctl.engine.config import EngineConfig, SpeculativeConfig
 from llmctl.engine.request import SamplingParams
 from llmctl.kernels.errors import UsageError
@@ -95,6 +102,22 @@ def test_every_engine_option_reaches_the_config():
         speculative_config=SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_max=6),
     )
     assert sampling.seed == 9
+
+
+def test_options_of_memory_are_those_that_a_plan_depends_on():
+    import inspect
+
+    names = set(inspect.signature(memory_config).parameters) - {"model_option"}
+    left_out = {
+        "enable_prefix_caching",
+        "scheduling_policy",
+        "threads",
+        "seed",
+        "async_depth",
+        "kernels",
+        "speculative_config",
+    }
+    assert names == set(EngineConfig.__struct_fields__) - left_out
 
 
 def test_no_engine_field_lacks_an_option():

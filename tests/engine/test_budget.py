@@ -37,6 +37,12 @@ def test_kv_bytes_per_token_count_keys_and_values_of_all_layers():
     assert kv_bytes_per_token(SPEC, KVFormat("f32")) == 2 * kv_bytes_per_token(SPEC, F16)
 
 
+@pytest.mark.parametrize(("kind", "share"), [("fp8_e4m3", 0.5), ("fp8_e5m2", 0.5), ("int8", 33 / 64)])
+def test_8_bit_formats_take_about_half_of_float16_with_their_scales(kind, share):
+    assert kv_bytes_per_token(SPEC, KVFormat(kind)) == share * kv_bytes_per_token(SPEC, F16)
+    assert share <= 0.53
+
+
 def test_pool_takes_a_quarter_of_what_is_left():
     found = budget()
     room = found.available - found.weights - found.workspace - found.reserve
@@ -72,6 +78,13 @@ def test_float32_cache_that_would_fit_in_half_proposes_float16():
         budget(available=700 * MIB, formats=("f32",))
     assert "--kv-cache-dtype float16" in caught.value.hint
     budget(available=700 * MIB, formats=("f32",), kv_cache_dtype="float16")
+
+
+def test_float16_cache_that_would_fit_in_half_proposes_fp8():
+    with pytest.raises(CapacityError) as caught:
+        budget(available=550 * MIB)
+    assert "--kv-cache-dtype fp8`, which needs 90.0 MiB" in caught.value.hint
+    assert budget(available=550 * MIB, kv_cache_dtype="fp8").num_blocks == blocks_for(8192, 32)
 
 
 def test_weights_larger_than_memory_are_an_error_with_the_figures():
@@ -124,6 +137,9 @@ def test_two_sizes_for_one_pool_are_refused():
         ({}, ("f16",), "f16"),
         ({}, ("bf16", "int4g32min"), "f16"),
         ({"kv_cache_dtype": "float32"}, ("int4g32",), "f32"),
+        ({"kv_cache_dtype": "fp8"}, ("f32",), "fp8_e4m3"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, ("int4g32",), "fp8_e5m2"),
+        ({"kv_cache_dtype": "int8"}, ("bf16",), "int8"),
     ],
 )
 def test_cache_format_follows_the_option_then_the_weights(options, formats, kind):

@@ -10,13 +10,14 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
-from llmctl.engine.client import ProcessClient
 from llmctl.engine.config import EngineConfig
 from llmctl.engine.llm import LLM
+from llmctl.engine.process_client import ProcessClient
 from llmctl.engine.request import FinishReason, Output, SamplingParams
 from llmctl.kernels.errors import CapacityError, EngineDead, LlmctlError, UsageError
 
@@ -138,7 +139,7 @@ def test_aborts_and_questions_after_an_engine_process_was_killed_do_not_hang(fol
 
 
 def test_closing_ends_an_engine_process_that_does_not_react(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmctl.engine.client.CLOSE_S", 0.2)
+    monkeypatch.setattr("llmctl.engine.process_client.CLOSE_S", 0.2)
     llm = LLM(folder, process=True, **OPTIONS)
     assert isinstance(llm.frontend.client, ProcessClient)
     process = psutil.Process(llm.frontend.client.pid)
@@ -203,3 +204,17 @@ def test_a_callback_that_raises_harms_its_own_request_only(folder: str) -> None:
 
         llm.frontend.client.submit(llm.frontend.request([7] * 20, sampling), broken)
         assert llm.generate([[5] * 20], sampling)[0].outputs == expected
+
+
+def test_ctrl_c_never_reaches_the_engine_process(folder: str) -> None:
+    """Blocked from its first instruction on, so that it cannot strike while the process imports what it needs."""
+    client = ProcessClient(EngineConfig(model=folder, **OPTIONS))
+    try:
+        status = Path(f"/proc/{client.pid}/status").read_text()
+        blocked = int(status.split("SigBlk:")[1].split()[0], 16)
+        assert blocked >> signal.SIGINT - 1 & 1
+        os.kill(client.pid, signal.SIGINT)
+        assert client.stats().running == 0 and client.failure is None
+    finally:
+        client.close()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -141,6 +141,19 @@ def calm(tiny: str) -> list[Result]:
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 def test_a_tiny_model_gives_the_same_tokens_and_logprobs(way: Way, tiny: str, calm: list[Result]) -> None:
     assert run(tiny, "auto", way, mixed_requests(32, 304, 120)) == calm
+
+
+@pytest.mark.parametrize("kv", ["bfloat16", "fp8_e4m3", "fp8_e5m2", "int8"])
+def test_every_format_of_the_cache_gives_the_same_bits(kv: str, tiny: str) -> None:
+    requests = mixed_requests(24, 304, 120)
+    calm = run(tiny, "auto", Way("calm", {**CALM, "kv_cache_dtype": kv}, alone=True), requests)
+    names = (
+        *("alone", "together", "chunks of 1", "chunks of 7", "chunks of 16"),
+        *("two threads", "blocks of 64", "cache warm", "preempted"),
+    )
+    for way in (way for way in WAYS if way.name in names):
+        with_format = replace(way, options={**way.options, "kv_cache_dtype": kv})
+        assert run(tiny, "auto", with_format, requests) == calm, way.name
 
 
 @pytest.mark.parametrize("family", ["qwen2-window", "gemma3"])

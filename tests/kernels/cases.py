@@ -30,8 +30,17 @@ from llmctl.kernels.ops import (
     make_rows,
 )
 from llmctl.kernels.reference.act import write_act
+from llmctl.kernels.reference.kv import head_view, view_of
 
 MAX_ROWS, MAX_SEQS, THREADS = 40, 16, 2
+STORED = {
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+}
 ALL_FORMS = tuple(parse_weight_format(name) for name in ("f32", "int4g32", "int8g32", "int4g64"))
 
 
@@ -206,12 +215,32 @@ def random_kv(
     rng: np.random.Generator, format: KVFormat, blocks: int, block_size: int, kv_heads: int, head_dim: int
 ) -> KVLayer:
     """The second of three layers of an arena with slack behind each block; every value in it is finite."""
-    layer = 2 * kv_heads * head_dim * block_size * format.bytes_per_value
+    layer = 2 * kv_heads * block_size * format.head_bytes(head_dim)
     stride = 3 * layer + 64
     values = torch.from_numpy(rng.standard_normal(blocks * stride // format.bytes_per_value, np.float32))
-    stored = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[format.kind]
-    arena = values.to(stored).view(torch.uint8).numpy()
+    if format.kind == "int8":
+        values = (values * 40).round().clamp(-127, 127)
+    arena = values.to(STORED[format.kind]).view(torch.uint8).numpy()
+    for head in range(3 * kv_heads if format.scale_bytes else 0):
+        view = view_of(arena, stride, 0, head, block_size, head_dim, format)
+        for scales in (view.key_scales, view.value_scales):
+            assert scales is not None
+            scales[:] = torch.from_numpy(rng.uniform(0.01, 0.05, scales.shape))
     return KVLayer(arena, stride, layer, block_size, kv_heads, head_dim, format, 1)
+
+
+def stored_values(kv: KVLayer) -> np.ndarray:
+    """What all blocks of the layer hold: float64 [K or V, heads, positions, head_dim]."""
+    every = torch.arange(kv.arena.size // kv.block_stride)
+    heads = [torch.stack(head_view(kv, head).read(every)) for head in range(kv.num_kv_heads)]
+    return torch.stack(heads, 1).numpy()
+
+
+def other_layers(kv: KVLayer) -> np.ndarray:
+    """The bytes of every block that are not the layer's."""
+    blocks = kv.arena[: kv.arena.size // kv.block_stride * kv.block_stride].reshape(-1, kv.block_stride)
+    layer = 2 * kv.num_kv_heads * kv.block_size * kv.format.head_bytes(kv.head_dim)
+    return np.delete(blocks, slice(kv.layer_offset, kv.layer_offset + layer), axis=1)
 
 
 def rope_store_case(
@@ -239,9 +268,8 @@ def rope_store_case(
         )
 
     def outputs(args: RopeStoreArgs) -> dict[str, np.ndarray]:
-        stored = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[kind]
-        arena = torch.from_numpy(args.kv.arena).view(stored).float().numpy()
-        return {"q": args.q[:rows, : heads * head_dim], "arena": arena}
+        others = other_layers(args.kv)
+        return {"q": args.q[:rows, : heads * head_dim], "arena": stored_values(args.kv), "other layers": others}
 
     name = f"m{rows}-h{heads}x{kv_heads}x{head_dim}-b{block_size}-{kind}{'-norm' * norm}{'-still' * (not turn)}"
     return Case("rope_store", name, "kv_" + kind, make, outputs)
@@ -322,7 +350,10 @@ def all_cases() -> Iterator[Case]:
         yield norm_add_case(rows, 576)
         for activation in ("silu", "gelu_tanh"):
             yield act_mul_case(rows, 192, activation)
-    for rows, kind, block_size in ((1, "f32", 8), (2, "f16", 16), (7, "bf16", 16), (33, "f16", 64), (3, "f32", 64)):
+    for rows, kind, block_size in (
+        (1, "f32", 8), (2, "f16", 16), (7, "bf16", 16), (33, "f16", 64), (3, "f32", 64),
+        (7, "fp8_e4m3", 8), (1, "fp8_e4m3", 64), (7, "fp8_e5m2", 16), (33, "int8", 16), (2, "int8", 64),
+    ):  # fmt: skip
         for heads, kv_heads, head_dim in ((2, 2, 8), (3, 1, 16), (9, 3, 64), (7, 1, 80), (6, 2, 128)):
             for norm in (False, True):
                 yield rope_store_case(rows, heads, kv_heads, head_dim, block_size, kind, norm=norm)

@@ -32,6 +32,7 @@ from llmctl.kernels.ops import (
 )
 
 FORMATS = ("f32", "f16", "bf16", "int8g32", "int8g64", "int4g32", "int4g64min", "int4g64int")
+KV_TOLERANCES = {"f16": 3e-3, "bf16": 3e-2, "fp8_e4m3": 0.15, "fp8_e5m2": 0.3, "int8": 3e-2}
 EPS = 1e-5
 
 
@@ -137,8 +138,7 @@ class Decoder:
 
         blocks = -(-self.context // block_size)
         table = rng.permutation(self.slots * blocks).astype(np.int32).reshape(self.slots, blocks)
-        value_bytes = KVFormat(kv).bytes_per_value
-        self.block_bytes = 2 * self.num_kv * self.dim * block_size * value_bytes
+        self.block_bytes = 2 * self.num_kv * block_size * KVFormat(kv).head_bytes(self.dim)
         self.arena = np.full(self.slots * blocks * self.block_bytes, 0xFF, np.uint8)  # NaN in every format
         self.batch = make_batch(self.max_rows, self.slots, self.max_rows, (table,))
         kv_layer = KVLayer(self.arena, self.block_bytes, 0, block_size, self.num_kv, self.dim, KVFormat(kv), group=0)
@@ -261,14 +261,14 @@ def test_decoder_agrees_with_plain_numpy(format: str, isa: str) -> None:
     assert np.abs(got - expected).max() < tolerance * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("kv", ["f16", "bf16"])
+@pytest.mark.parametrize("kv", KV_TOLERANCES)
 @pytest.mark.parametrize("window", [0, 1, 40, 200])
 @pytest.mark.parametrize("heads", [(6, 2, 16), (4, 4, 24), (16, 1, 40), (7, 1, 8), (10, 2, 64)])
 def test_attention_agrees_with_plain_numpy(heads: tuple[int, int, int], window: int, kv: str) -> None:
     tokens = some_tokens(300)
     decoder = Decoder(heads=heads, window=window, kv=kv)
     got, expected = decoder.prompt(tokens, 70), decoder.plain(tokens)
-    assert np.abs(got - expected).max() < (3e-3 if kv == "f16" else 3e-2) * np.abs(expected).max()
+    assert np.abs(got - expected).max() < KV_TOLERANCES[kv] * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -290,12 +290,25 @@ def test_chunks_and_threads_do_not_change_bits(format: str) -> None:
         assert np.array_equal(decoder.prompt(tokens, chunk, slot=slot), expected), (threads, chunk)
 
 
+@pytest.mark.parametrize("isa", _cpu.isas())
+@pytest.mark.parametrize("kv", KV_TOLERANCES)
+def test_chunks_and_threads_do_not_change_bits_in_any_format_of_the_cache(kv: str, isa: str) -> None:
+    _cpu.set_isa(isa)
+    tokens = some_tokens(140)
+    decoder = Decoder("int4g32", kv=kv, heads=(9, 3, 32), window=100)
+    expected = decoder.prompt(tokens, 1)
+    for threads, chunk, slot in [(1, 3, 1), (2, 1, 2), (2, 7, 3), (2, 64, 4), (3, 16, 0)]:
+        _cpu.set_threads(threads)
+        assert np.array_equal(decoder.prompt(tokens, chunk, slot=slot), expected), (threads, chunk)
+
+
+@pytest.mark.parametrize("kv", ["f16", "fp8_e4m3", "int8"])
 @pytest.mark.parametrize("heads", [(6, 2, 16), (4, 4, 24), (16, 1, 40), (7, 1, 8), (8, 2, 64)])
-def test_block_size_does_not_change_bits(heads: tuple[int, int, int]) -> None:
+def test_block_size_does_not_change_bits(heads: tuple[int, int, int], kv: str) -> None:
     tokens = some_tokens(280)
-    expected = Decoder(heads=heads, kv="f16", window=150).prompt(tokens, 70)
+    expected = Decoder(heads=heads, kv=kv, window=150).prompt(tokens, 70)
     for block_size in (8, 24, 32, 64, 512):
-        decoder = Decoder(heads=heads, kv="f16", window=150, block_size=block_size)
+        decoder = Decoder(heads=heads, kv=kv, window=150, block_size=block_size)
         assert np.array_equal(decoder.prompt(tokens, 40), expected), block_size
 
 
@@ -381,9 +394,10 @@ def test_a_nan_reaches_the_logits(format: str) -> None:
     assert np.isnan(decoder.prompt(tokens, 20)).all()
 
 
-def test_positions_below_the_window_are_never_read() -> None:
+@pytest.mark.parametrize("kv", KV_TOLERANCES)
+def test_positions_below_the_window_are_never_read(kv: str) -> None:
     tokens = some_tokens(200)
-    decoder = Decoder(kv="f16", window=50, block_size=8)
+    decoder = Decoder(kv=kv, window=50, block_size=8)
     decoder.prompt(tokens[:160], 64)
     expected = decoder.step([(0, 160, tokens[160:])])
     first_seen = 160 + 1 - 50

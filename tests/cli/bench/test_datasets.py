@@ -37,7 +37,7 @@ def lengths(workload):
     return [len(item.prompt) for item in workload.items]
 
 
-MADE = ("synthetic", "random", "pg19")
+MADE = ("synthetic", "random", "copy", "pg19")
 
 
 @pytest.mark.parametrize("dataset", MADE)
@@ -52,7 +52,10 @@ def test_prompts_have_exactly_the_length_that_was_asked_for(make, dataset):
     workload = make(dataset, num_prompts=4, prompt_tokens=77, output_tokens=9)
     assert lengths(workload) == [77] * 4 and {item.max_tokens for item in workload.items} == {9}
     assert len({item.prompt for item in workload.items}) == 4
-    assert workload.ignore_eos and make(dataset, num_prompts=1, prompt_tokens=9, ignore_eos=False).ignore_eos is False
+    assert (
+        workload.ignore_eos
+        and make(dataset, num_prompts=1, prompt_tokens=9, output_tokens=4, ignore_eos=False).ignore_eos is False
+    )
 
 
 @pytest.mark.parametrize("dataset", MADE)
@@ -64,6 +67,18 @@ def test_lengths_vary_within_the_ratio(make, dataset):
 
 def test_defaults_are_those_of_the_dataset(make):
     assert lengths(make("random")) == [DEFAULTS["random"].prompt_tokens] * DEFAULTS["random"].num_prompts
+
+
+def test_a_copy_is_begun_in_the_prompt_and_its_rest_is_as_long_as_the_answer(make):
+    (item,) = make("copy", num_prompts=1, prompt_tokens=100, output_tokens=40).items
+    assert item.prompt[:30] == item.prompt[70:] and item.prompt[30:70] != item.prompt[:40]
+    text = make("copy", num_prompts=1, prompt_tokens=100, output_tokens=40, with_tokenizer=False).items[0].prompt
+    words = text.split(" ")
+    assert len(words) == 100 and words[:30] == words[70:]
+    with pytest.raises(UsageError, match="has its answer in the prompt"):
+        make("copy", prompt_tokens=40, output_tokens=40)
+    with pytest.raises(UsageError, match="a chat endpoint does not"):
+        make("copy", chat=True)
 
 
 def test_random_ids_are_never_special(make):

@@ -46,8 +46,8 @@ def test_weights_and_vectors_are_those_of_the_checkpoint(model_folder, cache):
     for name, vector in model.vectors.items():
         np.testing.assert_array_equal(vector, checkpoint.read(name).data)
         assert vector.dtype == np.float32 and vector.ctypes.data % 64 == 0
-    assert model.spec == checkpoint.spec and model.name == "tiny" and model.eos_ids == (2,)
-    assert json.loads(model.tokenizer_path.read_text())["model"]["type"] == "BPE"
+    assert model.spec == checkpoint.spec and model.name == "tiny" and model.chat.eos_ids == (2,)
+    assert json.loads((model.folder / "tokenizer.json").read_text())["model"]["type"] == "BPE"
 
 
 def test_a_warm_start_reads_no_source_tensor_and_gives_the_same(model_folder, cache, monkeypatch):

@@ -1,0 +1,86 @@
+// AVX-512 F, BW, DQ, VL with VNNI: the 8-lane primitives of `Avx2` on 32 registers, and columns of 16 lanes.
+//
+// Everything but the linear tiles keeps 8 lanes: the bits are then those of `Avx2`, and so are the linear ones, since
+// integer sums are exact and a lane is a column whatever the width.
+#pragma once
+
+#include "isa.hpp"
+
+namespace llmctl::cpu {
+
+struct Avx512 : Avx2 {
+  static constexpr const char* kName = "avx512";
+
+  // A whole panel row is one vector, and int4 products go into int32 sums at once.
+  struct Columns {
+    using F = __m512;
+    using I = __m512i;
+    static constexpr int kWidth = 16;
+    static constexpr int kIntRows = 8, kFloatRows = 8;
+
+    LLMCTL_INLINE F zero() { return _mm512_setzero_ps(); }
+    LLMCTL_INLINE F set1(float v) { return _mm512_set1_ps(v); }
+    LLMCTL_INLINE F broadcast(const float* p) { return _mm512_set1_ps(*p); }
+    LLMCTL_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
+    LLMCTL_INLINE void store(float* p, F v) { _mm512_storeu_ps(p, v); }
+    LLMCTL_INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+    LLMCTL_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+    LLMCTL_INLINE F load_f16(const uint16_t* p) { return _mm512_cvtph_ps(load_256(p)); }
+    LLMCTL_INLINE I zero_i() { return _mm512_setzero_si512(); }
+    LLMCTL_INLINE I set1_i(int32_t v) { return _mm512_set1_epi32(v); }
+    LLMCTL_INLINE I add_i(I a, I b) { return _mm512_add_epi32(a, b); }
+    LLMCTL_INLINE I sub_i(I a, I b) { return _mm512_sub_epi32(a, b); }
+    LLMCTL_INLINE I mul_i(I a, I b) { return _mm512_mullo_epi32(a, b); }
+    template <int kBits>
+    LLMCTL_INLINE I shift_left(I a) {
+      return _mm512_slli_epi32(a, kBits);
+    }
+    LLMCTL_INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }
+    LLMCTL_INLINE I to_int(F a) { return _mm512_cvtps_epi32(a); }
+
+    // Pairs (column j, column j + 8): the lower 8 lanes take the first of each, the upper 8 the second.
+    LLMCTL_INLINE void load_bf16_pairs(const uint16_t* p, F (&v)[1]) {
+      const __m512i both = _mm512_broadcast_i64x4(load_256(p));
+      const __m512i shifts = _mm512_inserti64x4(_mm512_set1_epi32(16), _mm256_setzero_si256(), 1);
+      const __m512i high = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
+      v[0] = _mm512_castsi512_ps(_mm512_and_si512(_mm512_sllv_epi32(both, shifts), high));
+    }
+
+    using Codes4 = __m512i;
+    using Sum4 = __m512i;
+    using X4 = __m512i;
+    static constexpr bool kLongSums = true;
+    LLMCTL_INLINE void load_codes4(const uint8_t* p, Codes4& low, Codes4& high) {
+      const __m512i bytes = _mm512_loadu_si512(p);
+      const __m512i nibble = _mm512_set1_epi8(15);
+      low = _mm512_and_si512(bytes, nibble);
+      high = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble);
+    }
+    LLMCTL_INLINE Sum4 zero_sum4() { return _mm512_setzero_si512(); }
+    LLMCTL_INLINE X4 broadcast_x4(const int8_t* x) { return broadcast_word(x); }
+    LLMCTL_INLINE Sum4 dot4(Sum4 sum, Codes4 w, X4 x) { return _mm512_dpbusd_epi32(sum, w, x); }
+    LLMCTL_INLINE I sum4_to_int(Sum4 sum) { return sum; }
+
+    using Codes2 = __m512i;
+    using X2 = __m512i;
+    LLMCTL_INLINE Codes2 load_codes2(const int8_t* p) { return _mm512_cvtepi8_epi16(load_256(p)); }
+    LLMCTL_INLINE X2 broadcast_x2(const int16_t* x) { return broadcast_word(x); }
+    LLMCTL_INLINE I dot2(I sum, Codes2 w, X2 x) { return _mm512_dpwssd_epi32(sum, w, x); }
+
+    LLMCTL_INLINE void prefetch(const void* p) { Avx2::prefetch(p); }
+
+   private:
+    template <class T>
+    LLMCTL_INLINE __m256i load_256(const T* p) {
+      return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    }
+    template <class T>
+    LLMCTL_INLINE __m512i broadcast_word(const T* x) {
+      int32_t word;
+      std::memcpy(&word, x, 4);
+      return _mm512_set1_epi32(word);
+    }
+  };
+};
+
+}  // namespace llmctl::cpu
