@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +16,7 @@ from .load.model import Model, open_model
 from .load.progress import Progress
 from .messages import EngineInfo
 from .plan import Plan, resolve
+from .process import new_epoch
 from .process_client import ProcessClient
 from .runner.probe import try_bits
 from .runner.runner import RecordingRunner, Runner
@@ -87,11 +87,6 @@ def scheduler_config(plan: Plan, epoch: int) -> SchedulerConfig:
         speculation=plan.speculation,
         epoch=epoch,
     )
-
-
-def new_epoch() -> int:
-    """A number that no earlier start of an engine on this machine had."""
-    return time.time_ns()
 
 
 def _open(config: EngineConfig, progress: Progress | None) -> Model:

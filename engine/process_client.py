@@ -6,13 +6,7 @@ import atexit
 import contextlib
 import logging
 import queue
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
-from pathlib import Path
 
 import msgspec
 import zmq
@@ -37,6 +31,7 @@ from .messages import (
     Submit,
 )  # fmt: skip
 from .open_requests import OnOutput, OpenRequests, Tickets, stats_or_raise
+from .process import EngineProcess
 from .request import Request
 
 log = logging.getLogger(__name__)
@@ -47,7 +42,8 @@ CLOSE_S = 10.0  # how long an engine process may take to end when it is told to,
 class ProcessClient:
     """Runs the engine in a process of its own and reaches it over a fresh local socket.
 
-    The constructor waits until the model is loaded; setting `cancelled` makes it give up and raise EngineDead.
+    The constructor waits until the model is loaded; setting `cancelled` makes it give up and raise EngineDead. A
+    process that was `started` already for this very config is taken over, and `epoch` is then its own.
     """
 
     def __init__(
@@ -56,27 +52,19 @@ class ProcessClient:
         epoch: int = 1,
         progress: Progress | None = None,
         cancelled: threading.Event | None = None,
+        started: EngineProcess | None = None,
     ) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="llmctl-"))
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        address = f"ipc://{self._folder}/engine"
-        self._socket.bind(address)
+        self._engine = EngineProcess(config, epoch) if started is None else started
+        self._process, self._socket, self._context = self._engine.process, self._engine.socket, self._engine.context
         self._wake = f"inproc://wake-{id(self)}"
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
-        settings = msgspec.json.encode(config).decode()
-        command = [sys.executable, "-P", "-m", f"{__package__}.worker", address, str(epoch), settings]
-        self._process = _start(command)
         try:
             self.info = self._await_ready(progress, cancelled or threading.Event())
         except BaseException:
-            self._process.terminate()
-            self._release()
+            self._engine.end()
             raise
-        self._open, self._tickets = OpenRequests(epoch), Tickets()
+        self._open, self._tickets = OpenRequests(self._engine.epoch), Tickets()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._wake_lock, self._running = threading.Lock(), True
         self._receiver = self._context.socket(zmq.PAIR)
@@ -181,7 +169,7 @@ class ProcessClient:
             self._running = False
             self._sender.close()
         self._receiver.close()
-        self._release()
+        self._engine.release()
 
     def _receive(self) -> bool:
         """Handle one event; whether it says that the engine failed."""
@@ -196,27 +184,9 @@ class ProcessClient:
                 return True
         return False
 
-    def _release(self) -> None:
-        self._socket.close()
-        self._context.term()
-        self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
 
 def _rebuild(failed: Failed) -> LlmctlError:
     kind = getattr(errors, failed.kind, None)
     if isinstance(kind, type) and issubclass(kind, LlmctlError):
         return kind(failed.message, failed.hint)
     return EngineDead(f"the engine could not start: {failed.kind}: {failed.message}", failed.hint)
-
-
-def _start(command: list[str]) -> subprocess.Popen[bytes]:
-    """The process, with Ctrl-C blocked from its first instruction on: it belongs to us, and we tell the engine to stop.
-
-    A process inherits what the thread that starts it blocks. Here it comes through as soon as it is let in again.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
-    try:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

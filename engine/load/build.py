@@ -28,6 +28,7 @@ from ...kernels.cpu.pack import LAYOUT_VERSION, pack
 from ...kernels.errors import CheckpointError
 from ...kernels.ops import PANEL
 from ...quant.formats.stored import StoredTensor
+from ...quant.staging import sync
 from .checkpoint import Checkpoint, open_checkpoint
 from .convert import convert, packed_form, roundings, target_format
 from .disk import NO_SPACE, disk_full
@@ -82,7 +83,7 @@ def build_entry(checkpoint: Checkpoint, key: str, dtype: str, packed: Path, prog
         with _temporary_folder(packed) as folder:
             _write_entry(checkpoint, key, dtype, tensors, size, folder, progress)
             _publish(folder, packed / key)
-            _sync(packed)
+            sync(packed)
     except OSError as error:
         if error.errno in NO_SPACE:
             raise disk_full(packed, size, f"the packed weights of `{checkpoint.source.name}`") from error
@@ -171,7 +172,7 @@ def _write_entry(
         file.flush()
         os.fsync(file.fileno())
     for name in (TOKENIZER, CHAT, MANIFEST, "."):
-        _sync(folder / name)
+        sync(folder / name)
 
 
 def _layout(checkpoint: Checkpoint, dtype: str) -> tuple[PackedTensor, ...]:
@@ -260,11 +261,3 @@ def _reserve(file: BinaryIO, size: int) -> None:
     except OSError as error:
         if error.errno not in _CANNOT_RESERVE:
             raise
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -176,3 +176,32 @@ def test_builders_that_disagree_about_an_option_are_a_bug():
 
     with pytest.raises(AssertionError, match="two meanings of option size"):
         expand(command)
+
+
+@pytest.mark.parametrize(
+    ("given", "config"),
+    [
+        ("none", SpeculativeConfig(method="none")),
+        ("ngram", SpeculativeConfig()),
+        ('{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, "prompt_lookup_min": 3}',
+         SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_max=5, prompt_lookup_min=3)),
+        (str(SpeculativeConfig(num_speculative_tokens=9)), SpeculativeConfig(num_speculative_tokens=9)),
+    ],
+)  # fmt: skip
+def test_speculation_is_a_name_or_json(given, config):
+    assert read("--speculative-config", given)[0].speculative_config == config
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ('{"num_speculative_tokens": 0}', "num_speculative_tokens of --speculative-config is 0"),
+        ('{"prompt_lookup_min": 3, "prompt_lookup_max": 2}', "prompt_lookup_max of --speculative-config is 2"),
+        ('{"num_speculative_tokens": "4"}', "cannot be"),
+        ("[]", "cannot be"),
+        ('{"model": "draft"}', "no key `model`"),
+    ],
+)
+def test_speculation_that_cannot_work_is_refused(given, message):
+    with pytest.raises(UsageError, match=message):
+        read("--speculative-config", given)

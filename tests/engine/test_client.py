@@ -17,6 +17,7 @@ import pytest
 
 from llmctl.engine.config import EngineConfig
 from llmctl.engine.llm import LLM
+from llmctl.engine.process import EngineProcess
 from llmctl.engine.process_client import ProcessClient
 from llmctl.engine.request import FinishReason, Output, SamplingParams
 from llmctl.kernels.errors import CapacityError, EngineDead, LlmctlError, UsageError
@@ -153,6 +154,23 @@ def test_loading_in_a_process_can_be_given_up(folder: str) -> None:
     cancelled.set()
     with pytest.raises(EngineDead, match="stopped while it was loading"):
         ProcessClient(EngineConfig(model=folder), cancelled=cancelled)
+
+
+def test_a_process_that_was_started_beforehand_is_taken_over(folder: str) -> None:
+    config = EngineConfig(model=folder, **OPTIONS)
+    engine = EngineProcess(config, 77)
+    client = ProcessClient(config, started=engine)
+    assert client.pid == engine.process.pid and client.info.epoch == 77
+    client.close()
+    assert engine.process.poll() == 0 and not engine.folder.exists()
+    engine.end()
+
+
+def test_a_process_that_nobody_takes_over_is_ended(folder: str) -> None:
+    engine = EngineProcess(EngineConfig(model=folder), 1)
+    engine.end()
+    engine.end()
+    assert engine.process.poll() is not None and not engine.folder.exists()
 
 
 def run_script(body: str, folder: str) -> subprocess.CompletedProcess[str]:
