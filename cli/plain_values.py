@@ -30,7 +30,7 @@ def read_plainly(command: typer.core.TyperCommand, function: Callable[..., None]
     """Give the options of `command`, which was made of `function`, the plain way to their values where there is one."""
     declared = inspect.signature(function, eval_str=True).parameters
     for option in command.params:
-        if option.name in declared and option.callback is None:
+        if option.name in declared:
             plain(option, _reader(declared[option.name].annotation))
 
 
@@ -51,21 +51,20 @@ def _reader(annotation: object) -> _Read | None:
         if isinstance(mark, ParameterInfo) and mark.parser is not None:
             parser: _Read = mark.parser
             return parser
-    return _itself if kind in (str, str | None) else None
-
-
-def _itself(value: object) -> object:
-    return value
+    return str if kind in (str, str | None) else None
 
 
 def _value(option, read: _Read | None, typers, context: typer.Context, value):  # type: ignore[no-untyped-def]
     """As `process_value` of Click; `typers` is what Typer would have done."""
     several = option.multiple or option.nargs == -1
-    if value is None or (several and not value):
-        return typers(context, value) if option.required else () if several else None
-    if read is None or several:
+    absent = value is None or (several and not value)
+    if (absent and option.required) or (not absent and (read is None or several)):
         return typers(context, value)
-    try:
-        return read(value)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), ctx=context, param=option) from error
+    if absent or read is None:
+        made: object = () if several else None
+    else:
+        try:
+            made = read(value)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), ctx=context, param=option) from error
+    return made if option.callback is None else option.callback(context, option, made)

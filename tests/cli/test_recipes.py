@@ -56,7 +56,7 @@ def run(console, command, path, *more):
 def parsed(command, path):
     """The parameters that a command gets from a file alone, and the names of those that came from it."""
     root = typer.main.get_command(app.app)
-    found = root.commands[command].make_context(command, ["--config", str(path)])
+    found = root.get_command(None, command).make_context(command, ["--config", str(path)])
     return found.params, {name for name in found.params if found.get_parameter_source(name).name == "DEFAULT_MAP"}
 
 
