@@ -20,18 +20,9 @@ import typer.core
 
 from .. import __version__
 from ..kernels.errors import LlmctlError
-from .commands.bench import bench
-from .commands.bench_compare import bench_compare
-from .commands.bench_kernels import bench_kernels
-from .commands.chat import chat
-from .commands.doctor import doctor
-from .commands.models import models
-from .commands.plan import plan
-from .commands.quantize import quantize
-from .commands.serve import serve
+from .command_table import CommandTable
 from .console import Console, terminal
 from .exits import ExitCode, exit_code
-from .expand import expand
 from .foreign import why_not
 from .output import OutputError, abandon
 
@@ -39,21 +30,10 @@ from .output import OutputError, abandon
 # for every mistake on a command line.
 _MistypedError = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
 
-
-class _Root(typer.core.TyperGroup):
-    """Knows commands of two words: `bench kernels` is one beside `bench`, which takes a model in that place."""
-
-    def resolve_command(self, context, arguments):  # type: ignore[no-untyped-def]
-        pair = " ".join(arguments[:2])
-        if len(arguments) > 1 and pair in self.commands:
-            arguments = [pair, *arguments[2:]]
-        return super().resolve_command(context, arguments)
-
-
 # Plain help: Rich's boxes cut long option names short on a terminal of 80 columns.
 app = typer.Typer(
     name="llmctl",
-    cls=_Root,
+    cls=CommandTable,
     add_completion=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -78,17 +58,6 @@ def root(
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(ExitCode.USAGE)
-
-
-app.command()(expand(chat))
-app.command()(expand(quantize))
-app.command()(expand(bench))
-app.command("bench kernels")(bench_kernels)
-app.command("bench compare")(bench_compare)
-app.command()(expand(serve))
-app.command()(expand(plan))
-app.command()(expand(doctor))
-app.add_typer(models, name="models")
 
 
 def main() -> int:

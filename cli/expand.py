@@ -12,7 +12,9 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, get_args, get_origin
+from typing import Annotated, TypeVar, get_args, get_origin
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +24,11 @@ class Built:
     builder: Callable[..., object]
 
 
-def expand(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` as a function that has its builders' options, behind its own, instead of what they build."""
+def expand(command: Callable[..., Result]) -> Callable[..., Result]:
+    """`command` as a function that has its builders' options, behind its own, instead of what they build.
+
+    A builder may be expanded too: that is how options of one command become part of another's.
+    """
     parameters: dict[str, inspect.Parameter] = {}
     builders: dict[str, Callable[..., object]] = {}
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
@@ -41,11 +46,11 @@ def expand(command: Callable[..., None]) -> Callable[..., None]:
             _add(parameters, option)
 
     @functools.wraps(command)
-    def run(**given: object) -> None:
+    def run(**given: object) -> Result:
         arguments = {name: given[name] for name in own}
         for name, builder in builders.items():
             arguments[name] = builder(**{option: given[option] for option in taken[name]})
-        command(**arguments)
+        return command(**arguments)
 
     run.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
     run.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}

@@ -1,7 +1,8 @@
 """The options that several commands share, and the records that they become.
 
-`EngineOptions` stands on every command that runs the engine, `SamplingOptions` on every command that generates. Names
-are those of vLLM; aliases are what users of other engines type.
+`EngineOptions` stands on every command that runs the engine, `SamplingOptions` on every command that generates, and
+`MemoryOptions`, a part of the engine's, on those that only say what it would take. Names are those of vLLM; aliases are
+what users of other engines type.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import typer
 from ..engine.config import POLICIES, SPECULATIVE_METHODS, EngineConfig, SpeculativeConfig
 from ..engine.request import SamplingParams
 from ..kernels.errors import UsageError
-from .expand import Built
+from .expand import Built, expand
 
 _DTYPE_NAMES = {
     "half": "float16",
@@ -114,7 +115,7 @@ Dtype = Annotated[
 ]
 
 
-def engine_config(
+def memory_config(
     model: ModelArgument = None,
     model_option: ModelOption = None,
     dtype: Dtype = _DEFAULT.dtype,
@@ -156,6 +157,38 @@ def engine_config(
         int,
         _count("--kv-cache-memory-bytes", text="Size of the KV cache, such as 2G; 0: from the memory budget."),
     ] = _DEFAULT.kv_cache_memory_bytes,
+    model_impl: Annotated[
+        str,
+        _name(
+            "--model-impl",
+            text="llmctl (our own decoder), transformers (its modules on our cache and kernels, for any decoder), or "
+            "auto: transformers for what our decoder does not know.",
+        ),
+    ] = _DEFAULT.model_impl,
+) -> EngineConfig:
+    """The checked EngineConfig that these options ask for: those that say how much memory a model takes."""
+    config = EngineConfig(
+        model=choose_model(model, model_option),
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        num_gpu_blocks_override=num_gpu_blocks_override,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        model_impl=model_impl,
+    )
+    config.check()
+    return config
+
+
+MemoryOptions = Annotated[EngineConfig, Built(memory_config)]
+
+
+@expand
+def engine_config(
+    memory: MemoryOptions,
     enable_prefix_caching: Annotated[
         bool,
         typer.Option(
@@ -167,7 +200,7 @@ def engine_config(
         str, _name("--scheduling-policy", text=f"Who goes first: {' or '.join(POLICIES)}.")
     ] = _DEFAULT.scheduling_policy,
     threads: Annotated[
-        int, _count("--threads", "-t", text="CPU threads; 0: one per physical core.")
+        int, _count("--threads", "-t", text="CPU threads of this engine; 0: one per physical core it may use.")
     ] = _DEFAULT.threads,
     seed: Seed = None,
     async_depth: Annotated[
@@ -176,14 +209,6 @@ def engine_config(
     kernels: Annotated[
         str, _name("--kernels", text="auto, avx512, avx2, generic (no vector instructions) or reference (plain torch).")
     ] = _DEFAULT.kernels,
-    model_impl: Annotated[
-        str,
-        _name(
-            "--model-impl",
-            text="llmctl (our own decoder), transformers (its modules on our cache and kernels, for any decoder), or "
-            "auto: transformers for what our decoder does not know.",
-        ),
-    ] = _DEFAULT.model_impl,
     speculative_config: Annotated[
         SpeculativeConfig,
         typer.Option(
@@ -196,23 +221,14 @@ def engine_config(
     ] = _DEFAULT.speculative_config,
 ) -> EngineConfig:
     """The checked EngineConfig that these options ask for."""
-    config = EngineConfig(
-        model=choose_model(model, model_option),
-        dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        block_size=block_size,
-        num_gpu_blocks_override=num_gpu_blocks_override,
-        kv_cache_memory_bytes=kv_cache_memory_bytes,
+    config = msgspec.structs.replace(
+        memory,
         enable_prefix_caching=enable_prefix_caching,
         scheduling_policy=scheduling_policy,
         threads=threads,
         seed=seed or 0,
         async_depth=async_depth,
         kernels=kernels,
-        model_impl=model_impl,
         speculative_config=speculative_config,
     )
     config.check()

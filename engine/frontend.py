@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import msgspec
 
 from ..kernels.errors import CapacityError, UsageError
-from .client import EngineClient, OnOutput
+from .client import EngineClient
 from .messages import EngineInfo, EngineStats
+from .open_requests import OnOutput
 from .request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
 from .schedule.sequence import mix_seed
 from .tokenizer import IncrementalDecoder, StopMatcher, Tokenizer

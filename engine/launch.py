@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .client import EngineClient, LocalClient, ProcessClient
+from .client import EngineClient, LocalClient
 from .config import EngineConfig, environment
 from .engine import Engine, StepRunner
 from .frontend import Frontend
@@ -16,6 +16,8 @@ from .load.model import Model, open_model
 from .load.progress import Progress
 from .messages import EngineInfo
 from .plan import Plan, resolve
+from .process import new_epoch
+from .process_client import ProcessClient
 from .runner.probe import try_bits
 from .runner.runner import RecordingRunner, Runner
 from .schedule.limits import SchedulerConfig
@@ -31,13 +33,14 @@ def launch(config: EngineConfig, *, process: bool = False, progress: Progress | 
     Raises LlmctlError for a model that cannot be found, read or run here, and for options that do not fit.
     """
     config.check()
-    client: EngineClient
     if process:
-        client = ProcessClient(config, epoch=new_epoch(), progress=progress)
-    else:
-        engine, info = build_engine(config, epoch=new_epoch(), progress=progress)
-        client = LocalClient(engine, info)
-    return face(client, config)
+        return face(ProcessClient(config, epoch=new_epoch(), progress=progress), config)
+    model = _open(config, progress)
+    with ThreadPoolExecutor(1) as beside:  # parsing a vocabulary takes as long as building the engine
+        parsed = beside.submit(Tokenizer, model.folder)
+        engine, info = assemble(config, model, epoch=new_epoch())
+    tokenizer = parsed.result()
+    return Frontend(LocalClient(engine, info), tokenizer, config.seed)
 
 
 def face(client: EngineClient, config: EngineConfig, template: str | None = None) -> Frontend:
@@ -53,12 +56,7 @@ def build_engine(
     record: Callable[[bytes], None] | None = None,
 ) -> tuple[Engine, EngineInfo]:
     """An engine on this thread, for a loop or a test to drive. `record` gets every encoded Step before it runs."""
-    settings = environment()
-    source = resolve_source(config.model, environment=settings, progress=progress)
-    model = open_model(
-        source, implementation=config.model_impl, dtype=config.dtype, cache=settings.cache, progress=progress
-    )
-    return assemble(config, model, epoch=epoch, record=record)
+    return assemble(config, _open(config, progress), epoch=epoch, record=record)
 
 
 def assemble(
@@ -91,9 +89,12 @@ def scheduler_config(plan: Plan, epoch: int) -> SchedulerConfig:
     )
 
 
-def new_epoch() -> int:
-    """A number that no earlier start of an engine on this machine had."""
-    return time.time_ns()
+def _open(config: EngineConfig, progress: Progress | None) -> Model:
+    settings = environment()
+    source = resolve_source(config.model, environment=settings, progress=progress)
+    return open_model(
+        source, implementation=config.model_impl, dtype=config.dtype, cache=settings.cache, progress=progress
+    )
 
 
 def _tried(runner: Runner, model: Model, plan: Plan) -> bool:

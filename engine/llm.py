@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..kernels.errors import UsageError
 from .config import EngineConfig, SpeculativeConfig
@@ -15,6 +17,11 @@ from .tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Message = dict[str, str]
+
+_PROMPTS = "a prompt is a text or a list of token ids; several are a list of those"
+_MESSAGES = (
+    "a conversation is a list of messages such as {'role': 'user', 'content': 'hi'}; several are a list of those"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +112,9 @@ class LLM:
         """Complete the prompts (texts or token ids), all at once through the engine's batch; in their order.
 
         One SamplingParams serves all prompts, a sequence of them goes prompt by prompt. Raises UsageError or
-        CapacityError before anything runs if one of the requests cannot work.
+        CapacityError before anything runs if one of the requests cannot work. No prompts give no results.
         """
-        texts: list[Prompt] = [prompts] if _is_prompt(prompts) else list(prompts)  # type: ignore[list-item,arg-type]
+        texts = _prompts(prompts)
         params = _per_prompt(sampling_params, len(texts))
         requests = [self.frontend.request(text, one) for text, one in zip(texts, params, strict=True)]
         names = [text if isinstance(text, str) else None for text in texts]
@@ -117,8 +124,7 @@ class LLM:
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: SamplingParams | None = None
     ) -> list[RequestOutput]:
         """Answer one conversation, or several at once, through the model's chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = [self.frontend.chat_prompt(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        prompts = [self.frontend.chat_prompt(conversation) for conversation in _conversations(messages)]
         return self.generate(prompts, sampling_params or self.frontend.sampling_defaults)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -204,8 +210,49 @@ def _speculation(given: SpeculativeConfig | dict[str, str | int] | None) -> Spec
     return SpeculativeConfig.read(given or {})
 
 
-def _is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+def _prompts(given: object) -> list[Prompt]:
+    """What was given as prompts, each a text or token ids; UsageError says which one is neither."""
+    if isinstance(given, str):
+        return [given]
+    items = _items(given, "prompts are")
+    if items and all(_is_token(item) for item in items):
+        return [items]
+    for number, item in enumerate(items):
+        if not isinstance(item, str) and not all(map(_is_token, _items(item, f"prompt {number} is"))):
+            raise UsageError(f"prompt {number} is {_shown(item)}", _PROMPTS)
+    return items
+
+
+def _conversations(given: object) -> list[list[Message]]:
+    """What was given as one conversation or several; UsageError says which is none."""
+    items = _items(given, "messages are")
+    conversations = [items] if items and isinstance(items[0], Mapping) else items
+    found = []
+    for number, conversation in enumerate(conversations):
+        found.append(_items(conversation, f"conversation {number} is"))
+        if not all(isinstance(message, Mapping) for message in found[-1]):
+            raise UsageError(f"conversation {number} is {_shown(conversation)}", _MESSAGES)
+    return found
+
+
+def _items(given: object, what: str) -> list[Any]:
+    """The elements of a sequence or array; UsageError for a text, bytes, a mapping and what is no sequence."""
+    if isinstance(given, str | bytes | bytearray | memoryview | Mapping) or not isinstance(given, Iterable):
+        raise UsageError(f"{what} {_shown(given)}", _PROMPTS if "prompt" in what else _MESSAGES)
+    return list(given)
+
+
+def _is_token(item: object) -> bool:
+    try:
+        operator.index(item)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return not isinstance(item, bool)
+
+
+def _shown(given: object) -> str:
+    text = repr(given)
+    return f"a {type(given).__name__}: {text if len(text) <= 60 else text[:57] + '...'}"
 
 
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -213,6 +260,8 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count:
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise UsageError(f"sampling params are {_shown(params)}", "give one SamplingParams for all, or one per prompt")
     if len(params) != count:
         raise UsageError(f"{count} prompts but {len(params)} sampling params", "give one for all, or one per prompt")
     return list(params)

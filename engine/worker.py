@@ -1,12 +1,12 @@
 """The engine process: `python -m llmctl.engine.worker ADDRESS EPOCH CONFIG`, started by ProcessClient.
 
-It ends when told to, when its model cannot be loaded, and when the process that started it is gone.
+It ends when told to, when its model cannot be loaded, and when the process that started it is gone. Ctrl-C is blocked
+by whoever starts it, and they tell it to stop.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Iterable
 
@@ -57,7 +57,6 @@ class Channel:
 
 def main(address: str, epoch: int, settings: str) -> int:
     """Load, serve, and return the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to whoever started us, and they tell us to stop
     channel = Channel(address)
     try:
         config = msgspec.json.decode(settings, type=EngineConfig)

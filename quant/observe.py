@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 _ROWS = 4096  # rows that are multiplied at a time, which bounds the copy in float32
+_PANEL = 384  # rows of the moment that are computed together, from their diagonal on: the rest is their mirror image
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,14 +43,18 @@ class InputObserver:
     def add(self, x: torch.Tensor) -> None:
         """Take in inputs [..., k] of any float dtype."""
         flat = x.detach().reshape(-1, x.shape[-1])
+        k = flat.shape[-1]
         for rows in torch.split(flat, _ROWS):
             part = rows.float()
-            self._sum.addmm_(part.T, part)
+            for start in range(0, k, _PANEL):
+                stop = min(start + _PANEL, k)
+                self._sum[start:stop, start:].addmm_(part[:, start:stop].T, part[:, start:])
         self._rows += len(flat)
 
     def stats(self) -> InputStats:
         """The statistics of everything added so far."""
-        return InputStats(self._sum / max(self._rows, 1), self._rows)
+        upper = self._sum.triu() / max(self._rows, 1)
+        return InputStats(upper + upper.triu(1).T, self._rows)
 
 
 def output_error(error: torch.Tensor, stats: InputStats) -> torch.Tensor:

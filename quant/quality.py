@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ..kernels.errors import CheckpointError, UsageError
 
@@ -19,7 +20,7 @@ F64Array = npt.NDArray[np.float64]
 # token ids -> [len, vocab]: row i predicts token i + 1
 Logits = Callable[[Sequence[int]], npt.NDArray[np.floating]]
 
-_ROWS = 128  # rows of logits that are turned into float64 at a time
+_ROWS = 16  # rows of logits that are turned into float64 at a time: what stays in a cache is faster by a half
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def compare(original: Logits, model: Logits, texts: Iterable[Sequence[int]]) -> 
         for targets, (p, q) in _parts(window, (original, model)):
             before.append(_losses(p, targets))
             after.append(_losses(q, targets))
-            kl.append((np.exp(p) * (p - q)).sum(-1))
+            kl.append((p.exp() * (p - q)).sum(-1).numpy())
             same += int((p.argmax(-1) == q.argmax(-1)).sum())
     divergence = np.maximum(np.concatenate(kl), 0)
     losses = np.concatenate(before), np.concatenate(after)
@@ -90,9 +91,9 @@ def compare(original: Logits, model: Logits, texts: Iterable[Sequence[int]]) -> 
 
 def _parts(
     window: Sequence[int], models: tuple[Logits, ...]
-) -> Iterator[tuple[npt.NDArray[np.int64], tuple[F64Array, ...]]]:
+) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
     """Some of the window's next tokens, and each model's log probabilities where they are predicted."""
-    targets = np.asarray(window[1:], np.int64)
+    targets = torch.tensor(window[1:])
     logits = [model(window) for model in models]
     for found in logits:
         assert found.shape[0] == len(window), (found.shape, len(window))
@@ -101,17 +102,15 @@ def _parts(
         yield targets[start:stop], tuple(_log_softmax(found[start:stop]) for found in logits)
 
 
-def _log_softmax(logits: npt.NDArray[np.floating]) -> F64Array:
-    rows = logits.astype(np.float64)
-    if not np.isfinite(rows).all():
+def _log_softmax(logits: npt.NDArray[np.floating]) -> torch.Tensor:
+    if not np.isfinite(logits).all():
         raise CheckpointError("the model's logits are NaN or infinite", "its weights are broken, or overflow")
-    rows -= rows.max(-1, keepdims=True)
-    rows -= np.log(np.exp(rows).sum(-1, keepdims=True))
-    return rows
+    return torch.log_softmax(torch.from_numpy(logits).double(), -1)
 
 
-def _losses(logs: F64Array, targets: npt.NDArray[np.int64]) -> F64Array:
-    return -np.take_along_axis(logs, targets[:, None], axis=1)[:, 0]
+def _losses(logs: torch.Tensor, targets: torch.Tensor) -> F64Array:
+    found: F64Array = -logs.gather(1, targets[:, None])[:, 0].numpy()
+    return found
 
 
 def _quality(losses: F64Array) -> Quality:

@@ -34,7 +34,7 @@ def staged_folder(target: Path, replace: bool = False) -> Iterator[Path]:
         with disk_errors(target):
             os.fsync(lock)
             _put_in_place(staging, target)
-            _sync(target.parent)
+            sync(target.parent)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -103,8 +103,9 @@ def _clear(folder: Path) -> None:
             path.unlink()
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -6,36 +6,43 @@ cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
 quantized=build/demo/SmolLM2-135M-Instruct-awq
 
-show() {
-  printf '\n\n$ %s\n' "$*"
+# Print a command as it could be typed.
+say() {
+  printf '\n\n$'
+  local word
+  for word in "$@"; do
+    case $word in *' '*) printf " '%s'" "$word" ;; *) printf ' %s' "$word" ;; esac
+  done
+  printf '\n'
+}
+
+run() {
+  say "$@"
   "$@"
 }
 
-show llmctl models pull
+run llmctl models pull
 
-show llmctl quantize --awq --group-size 128 --output "$quantized" --overwrite
+run llmctl quantize --awq --group-size 128 --output "$quantized" --overwrite
 
-# The server runs in the background on a free port, and says where on its stdout once it is ready.
-printf '\n\n$ llmctl serve %s --port 0 &\n' "$quantized"
+# The server says on its stdout where it is, once it is ready.
+say llmctl serve "$quantized" --port 0 '&'
 address=$(mktemp)
-llmctl serve "$quantized" --served-model-name demo --port 0 >"$address" &
+llmctl serve "$quantized" --port 0 >"$address" &
 server=$!
 trap 'kill $server 2>/dev/null || true; rm -f "$address"' EXIT
 until grep -q http "$address"; do
-  kill -0 $server || { wait $server; exit 1; }
+  kill -0 $server 2>/dev/null || wait $server
   sleep 0.2
 done
-cat "$address"
 
-printf '\n$ python recipes/ask.py %s\n' "$(grep -o 'http[^ ]*' "$address")"
-python recipes/ask.py "$(grep -o 'http[^ ]*' "$address")" 'Why is the sky blue? Answer in one sentence.'
+run python recipes/ask.py "$(cat "$address")" 'Why is the sky blue? Answer in one sentence.'
 
-printf '\n$ kill %s  # it lets open requests finish\n' $server
-kill $server
+run kill $server # SIGTERM: open requests finish
 wait $server
 
-show llmctl bench --against transformers
+run llmctl bench --against transformers
 
-show llmctl bench --dataset pg19
+run llmctl bench --dataset pg19
 
-show llmctl chat "$quantized" --temperature 0 --max-tokens 64 -p 'What is a cache? Answer in one sentence.'
+run llmctl chat "$quantized" --temperature 0 --max-tokens 64 -p 'What is a cache? Answer in one sentence.'

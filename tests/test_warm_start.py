@@ -18,7 +18,7 @@ try:
     main()
 except SystemExit as end:
     assert end.code in (0, None), end.code
-print("LOADED", sorted({{"torch", "transformers", "jax"}} & set(sys.modules)))
+print("LOADED", sorted({{"torch", "transformers", "jax", "pydantic", "asyncio"}} & set(sys.modules)))
 """
 
 

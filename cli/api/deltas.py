@@ -22,8 +22,10 @@ class Deltas:
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
         self._loop = asyncio.get_running_loop()
-        self._outputs: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
+        self._outputs: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue()  # None: nothing came for a while
         self._generations: list[Generation] = []
+        self._alarm: asyncio.TimerHandle | None = None
+        self._waiting_since: float | None = None
 
     def open(self, request: Request) -> None:
         """Submit one more request. Raises EngineDead if the engine has stopped."""
@@ -32,6 +34,8 @@ class Deltas:
 
     def close(self) -> None:
         """Abort what has not ended."""
+        if self._alarm is not None:
+            self._alarm.cancel()
         for generation in self._generations:
             generation.close()
 
@@ -45,11 +49,15 @@ class Deltas:
 
         A sequence that ends with an error raises ApiError: a part of an answer is no answer.
         """
+        if self._alarm is None:
+            self._alarm = self._loop.call_later(patience_s, self._ring, patience_s)
         while True:
-            try:
-                which, output = await self._get(patience_s)
-            except TimeoutError:
+            self._waiting_since = self._loop.time()
+            item = await self._outputs.get()
+            self._waiting_since = None
+            if item is None:
                 return None
+            which, output = item
             delta = self._generations[which].take(output)
             if delta is None:
                 continue
@@ -58,11 +66,13 @@ class Deltas:
                 raise of_failed_sequence(message, self._frontend.client.failure)
             return which, delta
 
-    async def _get(self, patience_s: float) -> tuple[int, Output]:
-        if not self._outputs.empty():
-            return self._outputs.get_nowait()
-        async with asyncio.timeout(patience_s):
-            return await self._outputs.get()
+    def _ring(self, patience_s: float) -> None:
+        """One alarm for all waits, which looks how long the present one lasts: a timer per token costs too much."""
+        waited_s = 0.0 if self._waiting_since is None else self._loop.time() - self._waiting_since
+        if waited_s >= patience_s:
+            self._outputs.put_nowait(None)
+            waited_s = 0.0
+        self._alarm = self._loop.call_later(patience_s - waited_s, self._ring, patience_s)
 
     def _carry(self, which: int, output: Output) -> None:
         """Called on the client's thread. A loop that has closed meanwhile has nobody who waits."""

@@ -34,7 +34,8 @@ class Metrics:
         self._http = counter("http_requests", "HTTP requests by endpoint and status.", "endpoint", "status")
         self._finished = counter("request_success", "Sequences that ended, by reason.", "finished_reason")
         self._ttft = histogram("time_to_first_token_seconds", "From the request to its first token.", _SLOW)
-        self._itl = histogram("inter_token_latency_seconds", "Between tokens of one sequence.", _FAST)
+        itl = histogram("inter_token_latency_seconds", "Between tokens of one sequence.", _FAST)
+        self._itl = itl.labels(model)  # found once, not for each token
         self._e2e = histogram("e2e_request_latency_seconds", "From the request to the end of its answer.", _SLOW)
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._generated = histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
@@ -46,7 +47,7 @@ class Metrics:
     def more_tokens(self, seconds: float, count: int) -> None:
         """So many tokens of a sequence came so long after its last ones."""
         for _ in range(count):
-            self._itl.labels(self._model).observe(seconds / count)
+            self._itl.observe(seconds / count)
 
     def sequence_ended(self, reason: FinishReason) -> None:
         """A sequence ended."""

@@ -18,10 +18,11 @@ from collections.abc import AsyncIterator, Coroutine
 import uvicorn
 from fastapi import FastAPI
 
-from ...engine.client import ProcessClient
 from ...engine.config import EngineConfig
 from ...engine.frontend import Frontend
-from ...engine.launch import face, new_epoch
+from ...engine.launch import face
+from ...engine.process import EngineProcess
+from ...engine.process_client import ProcessClient
 from ...kernels.errors import EngineDead
 from ..console import Console
 from . import journal
@@ -38,12 +39,21 @@ LAST_WORDS_S = 5  # for answers that are being sent when the engine is closed al
 
 
 class Server:
-    """Serves one engine on one socket. `run` may be called once, on the main thread's event loop."""
+    """Serves one engine on one socket. `run` may be called once, on the main thread's event loop.
+
+    `engine` was started with `config`, and loads already; the server ends it.
+    """
 
     def __init__(
-        self, settings: ServeSettings, config: EngineConfig, listener: socket.socket, console: Console
+        self,
+        settings: ServeSettings,
+        config: EngineConfig,
+        engine: EngineProcess,
+        listener: socket.socket,
+        console: Console,
     ) -> None:
-        self._settings, self._config, self._listener, self._console = settings, config, listener, console
+        self._settings, self._config, self._engine = settings, config, engine
+        self._listener, self._console = listener, console
         self._service = Service(settings, config.max_num_seqs)
         self._cancelled = threading.Event()  # nobody wants the engine that is being loaded any more
         self._client: ProcessClient | None = None
@@ -128,7 +138,7 @@ class Server:
                 self._service.report_loading(description, done, total)
                 progress(description, done, total)
 
-            client = ProcessClient(self._config, new_epoch(), tell, self._cancelled)
+            client = ProcessClient(self._config, self._engine.epoch, tell, self._cancelled, self._engine)
         try:
             return face(client, self._config, self._settings.chat_template), client
         except BaseException:

@@ -110,11 +110,15 @@ def join_url(base_url: str, path: str) -> str:
     return root + path
 
 
-def make_client(transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
-    """A client without limits of its own: how many requests are open, and for how long, is the run's affair."""
+def make_client(transport: httpx.AsyncBaseTransport | None = None, *, keep_alive: bool = True) -> httpx.AsyncClient:
+    """A client without limits of its own: how many requests are open, and for how long, is the run's affair.
+
+    Without `keep_alive` every request opens a connection: a server that closes idle ones may do so just when the next
+    request is sent.
+    """
     return httpx.AsyncClient(
         transport=transport,
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None if keep_alive else 0),
         timeout=httpx.Timeout(None, connect=_CONNECT_S),
     )
 

@@ -168,10 +168,10 @@ def save(report: Report, folder: Path, name: str) -> Path:
         raise UsageError(f"`{path}` exists", "choose another --result-filename")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".bench-", delete=False) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-        os.chmod(file.name, 0o644)
-        os.rename(file.name, path)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-") as temporary:
+            whole = Path(temporary) / path.name
+            whole.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+            os.rename(whole, path)
     except OSError as error:
         raise UsageError(f"cannot write `{path}`: {error.strerror}", "choose another --result-dir") from error
     return path

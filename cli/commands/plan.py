@@ -12,13 +12,13 @@ import typer
 
 from ...engine.config import EngineConfig, environment
 from ..console import Console
-from ..options import EngineOptions, Json
+from ..options import Json, MemoryOptions
 
 if TYPE_CHECKING:
     from ...engine.budget import MemoryBudget
     from ...engine.load.hub import Source
     from ...engine.models.arch import DecoderSpec
-    from ...kernels.formats import WeightFormat
+    from ...quant.formats.stored import StoredTensor
 
 LENGTHS = (512, 2048, 8192, 32768)  # worth knowing about, as far as the model goes
 
@@ -32,7 +32,7 @@ class PackedSize:
     roundings: tuple[str, ...] = ()
 
 
-def plan(context: typer.Context, config: EngineOptions, json: Json = False) -> None:
+def plan(context: typer.Context, config: MemoryOptions, json: Json = False) -> None:
     """Show what memory a model would take here, and how many sequences would fit.
 
     Only headers are read; a model that is not on this machine is fetched first.
@@ -45,8 +45,8 @@ def plan(context: typer.Context, config: EngineOptions, json: Json = False) -> N
     console: Console = context.obj
     with console.progress() as progress:
         source = resolve(config.model, environment=environment(), progress=progress)
-    read = outline_of_modules if why_transformers(source, config.model_impl) else outline
-    spec, size = read(source, config)
+    why = why_transformers(source, config.model_impl)
+    spec, size = outline_of_modules(source, why, config) if why else outline(source, config)
     budget = memory_budget(spec, size.bytes, tuple(size.formats), config, read_machine().memory_available)
     if json:
         console.json(as_json(source.name, size, budget))
@@ -61,28 +61,27 @@ def outline(source: Source, config: EngineConfig) -> tuple[DecoderSpec, PackedSi
 
     checkpoint = open_checkpoint(source)
     tensors = checkpoint.tensors.values()
-    size = packed_size(((t.format, t.shape) for t in tensors if t.format is not None), config)
+    size = packed_size(tensors, config.dtype)
     return checkpoint.spec, dataclasses.replace(size, roundings=roundings(tensors, config.dtype))
 
 
-def outline_of_modules(source: Source, config: EngineConfig) -> tuple[DecoderSpec, PackedSize]:
+def outline_of_modules(source: Source, why: str, config: EngineConfig) -> tuple[DecoderSpec, PackedSize]:
     """What transformers' modules would be made of."""
     from ...engine.load.transformers_model import describe_transformers
 
-    found = describe_transformers(source, config.dtype)
+    found = describe_transformers(source, why, config.dtype)
     return found.spec, PackedSize(found.weight_bytes, {found.weight_format: found.num_packed})
 
 
-def packed_size(tensors: Iterable[tuple[WeightFormat, tuple[int, ...]]], config: EngineConfig) -> PackedSize:
-    """What these tensors (format and shape as stored) take once packed. Vectors are few and not counted."""
-    from ...engine.load.convert import target_format
-    from ...kernels.cpu.pack import packed_bytes
+def packed_size(tensors: Iterable[StoredTensor], dtype: str) -> PackedSize:
+    """What these tensors take once packed. Vectors are few and not counted."""
+    from ...engine.load.convert import packed_form
 
     total, formats = 0, Counter[str]()
-    for stored, shape in tensors:
-        if len(shape) == 2:
-            format = target_format(stored, config.dtype)
-            total += packed_bytes(format, *shape)
+    for stored in tensors:
+        if len(stored.shape) == 2:
+            format, size = packed_form(stored, dtype)
+            total += size
             formats[format.name] += 1
     return PackedSize(total, dict(sorted(formats.items())))
 

@@ -61,16 +61,21 @@ def serve(
 def _run(console: Console, config: EngineConfig, settings: ServeSettings) -> None:
     import asyncio
 
-    from ...engine.chat_template import check_template
-    from ..api.server import Server
+    from ...engine.process import EngineProcess, new_epoch
 
     if settings.chat_template is not None:
+        from ...engine.chat_template import check_template
+
         check_template(settings.chat_template)
     _check_certificate(settings)
     with _listen(settings) as listener:
+        engine = EngineProcess(config, new_epoch())
         try:
-            ended_by = asyncio.run(Server(settings, config, listener, console).run())
+            from ..api.server import Server  # takes as long to import as the engine to load, so they do it together
+
+            ended_by = asyncio.run(Server(settings, config, engine, listener, console).run())
         finally:
+            engine.end()
             if settings.uds:
                 Path(settings.uds).unlink(missing_ok=True)
     if ended_by is signal.SIGINT:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from ...engine.config import EngineConfig
 from ...engine.engine import Engine
-from ...engine.launch import assemble, new_epoch
+from ...engine.launch import assemble
 from ...engine.load.packed import PackedModel
 from ...engine.load.progress import Progress
+from ...engine.process import new_epoch
 from ...engine.request import Request, SamplingParams
 from ...engine.score import Scorer
 from ...kernels.errors import CheckpointError

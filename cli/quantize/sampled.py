@@ -10,9 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from ...engine.config import EngineConfig
-from ...engine.launch import assemble, new_epoch
+from ...engine.launch import assemble
 from ...engine.load.packed import PackedModel
 from ...engine.load.progress import Progress
+from ...engine.process import new_epoch
 from ...engine.request import FinishReason, Request, SamplingParams
 from ...engine.schedule.sequence import mix_seed
 from ...engine.tokenizer import Tokenizer

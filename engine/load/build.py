@@ -14,6 +14,7 @@ import errno
 import fcntl
 import hashlib
 import itertools
+import logging
 import os
 import secrets
 import shutil
@@ -23,13 +24,13 @@ from typing import BinaryIO
 
 import msgspec
 
-from ...kernels.cpu.pack import LAYOUT_VERSION, pack, packed_bytes
-from ...kernels.errors import CheckpointError, UnsupportedModel, UsageError
-from ...kernels.formats import WeightFormat
+from ...kernels.cpu.pack import LAYOUT_VERSION, pack
+from ...kernels.errors import CheckpointError
 from ...kernels.ops import PANEL
 from ...quant.formats.stored import StoredTensor
-from .checkpoint import Checkpoint
-from .convert import convert, roundings, target_format
+from ...quant.staging import sync
+from .checkpoint import Checkpoint, open_checkpoint
+from .convert import convert, packed_form, roundings, target_format
 from .disk import NO_SPACE, disk_full
 from .entry import (
     CHAT,
@@ -50,12 +51,23 @@ from .entry import (
     read_manifest,
     text_digest,
 )
+from .hub import Source
 from .progress import Progress
+
+log = logging.getLogger(__name__)
 
 TEMPORARY = ".building-"
 _NOT_EMPTY = (errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST)
 _CHUNK_ELEMENTS = 1 << 21
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+def build_from_source(source: Source, key: str, dtype: str, packed: Path, progress: Progress) -> Path:
+    """The folder `packed`/`key`, built from the source; a warning says what of its values is not kept."""
+    checkpoint = open_checkpoint(source)
+    for rounding in roundings(checkpoint.tensors.values(), dtype):
+        log.warning("%s: %s (--dtype float32 keeps every value)", source.name, rounding)
+    return build_entry(checkpoint, key, dtype, packed, progress)
 
 
 def build_entry(checkpoint: Checkpoint, key: str, dtype: str, packed: Path, progress: Progress) -> Path:
@@ -71,7 +83,7 @@ def build_entry(checkpoint: Checkpoint, key: str, dtype: str, packed: Path, prog
         with _temporary_folder(packed) as folder:
             _write_entry(checkpoint, key, dtype, tensors, size, folder, progress)
             _publish(folder, packed / key)
-            _sync(packed)
+            sync(packed)
     except OSError as error:
         if error.errno in NO_SPACE:
             raise disk_full(packed, size, f"the packed weights of `{checkpoint.source.name}`") from error
@@ -160,7 +172,7 @@ def _write_entry(
         file.flush()
         os.fsync(file.fileno())
     for name in (TOKENIZER, CHAT, MANIFEST, "."):
-        _sync(folder / name)
+        sync(folder / name)
 
 
 def _layout(checkpoint: Checkpoint, dtype: str) -> tuple[PackedTensor, ...]:
@@ -179,11 +191,8 @@ def _parts(stored: StoredTensor, dtype: str) -> list[tuple[str, int, int, int]]:
     if len(stored.shape) == 1:
         return [(VECTOR, stored.shape[0], 1, 4 * stored.shape[0])]
     n, k = stored.shape
-    format = target_format(_format(stored), dtype)
-    try:
-        parts = [(format.name, n, k, packed_bytes(format, n, k))]
-    except UsageError as error:
-        raise UnsupportedModel(f"`{stored.name}`: {error.message}", "use --dtype float32, which unpacks it") from error
+    format, size = packed_form(stored, dtype)
+    parts = [(format.name, n, k, size)]
     return parts if format.is_float or stored.order is None else [(ORDER, k, 1, 4 * k), *parts]
 
 
@@ -252,16 +261,3 @@ def _reserve(file: BinaryIO, size: int) -> None:
     except OSError as error:
         if error.errno not in _CANNOT_RESERVE:
             raise
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _format(stored: StoredTensor) -> WeightFormat:
-    assert stored.format is not None, stored.name
-    return stored.format

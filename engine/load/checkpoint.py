@@ -24,6 +24,7 @@ from ...quant.tensor import Array, WeightTensor
 from ..models.arch import DecoderSpec
 from ..models.families import LanguagePart, decoder_spec, decoder_tensors, language_part
 from .hub import Source
+from .origin import values_of
 from .text import ChatInfo, ModelText, check_tokenizer_files, folder_text, read_json
 
 log = logging.getLogger(__name__)
@@ -100,21 +101,24 @@ def open_checkpoint(source: Source) -> Checkpoint:
     """The checkpoint with its config and headers read and checked against each other."""
     files: TensorFiles
     if source.kind == "gguf":
+        named = source.path
         file = gguf.open_gguf(source.path)
         model = gguf_model.open_model(file)
         config: Mapping[str, object] = model.config
         files = model
         load_text = partial(_gguf_text, file)
     else:
-        folder = source.path
-        config = read_json(folder / "config.json")
+        folder, named = source.path, source.path / "config.json"
+        config = read_json(named)
         check_tokenizer_files(folder)
         files = _folder_files(folder, config)
         load_text = partial(folder_text, folder, config)
-        part = language_part(config)
+        with values_of(named):
+            part = language_part(config)
         if part is not None:
             files, config = _language_files(source, files, part), part.config
-    spec = decoder_spec(config)
+    with values_of(named):
+        spec = decoder_spec(config)
     return Checkpoint(source, config, spec, _check_tensors(source, spec, files), files, load_text)
 
 
@@ -160,10 +164,13 @@ def _folder_files(folder: Path, config: Mapping[str, object]) -> TensorFiles:
     def read_other(name: str) -> Mapping[str, object] | None:
         return read_json(folder / name) if (folder / name).is_file() else None
 
-    quantization = detect.find_config(config, read_other)
+    with values_of(folder / "config.json"):
+        quantization = detect.find_config(config, read_other)
     if quantization is None:
         return safetensors.open_files(folder)
-    return quantized.open_linears(safetensors.open_files(folder), detect.detect_format(quantization), folder)
+    with values_of(folder / quantization.file):
+        format = detect.detect_format(quantization.config)
+    return quantized.open_linears(safetensors.open_files(folder), format, folder)
 
 
 def _language_files(source: Source, files: TensorFiles, part: LanguagePart) -> LanguageFiles:

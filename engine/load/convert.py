@@ -12,7 +12,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.errors import UsageError
+from ...kernels.cpu.pack import packed_bytes
+from ...kernels.errors import UnsupportedModel, UsageError
 from ...kernels.formats import BF16, F16, F32, WeightFormat
 from ...quant.formats.stored import StoredTensor
 from ...quant.tensor import Array, WeightTensor
@@ -40,6 +41,18 @@ def rounding(name: str, stored: WeightFormat, dtype: str = "auto") -> str:
         return ""
     what = "scales rounded to float16" if _same_codes(stored, target) else "values rounded to 8 bits"
     return f"{name} stored as {target.name}: {what}"
+
+
+def packed_form(stored: StoredTensor, dtype: str) -> tuple[WeightFormat, int]:
+    """The format and bytes of a matrix once packed; UnsupportedModel if the kernels have no layout for it."""
+    assert stored.format is not None, stored.name
+    format = target_format(stored.format, dtype)
+    try:
+        return format, packed_bytes(format, *stored.shape)
+    except UsageError as error:
+        raise UnsupportedModel(
+            f"`{stored.name}` of `{stored.path}`: {error.message}", "use --dtype float32, which unpacks it"
+        ) from error
 
 
 def convert(name: str, weight: WeightTensor, target: WeightFormat) -> WeightTensor:

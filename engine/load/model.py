@@ -62,10 +62,7 @@ def open_model(source: Source, *, implementation: str, dtype: str, cache: Path, 
     from .transformers_model import open_transformers  # imports torch
 
     log.info("%s: transformers' modules compute it: %s", source.name, why)
-    try:
-        return open_transformers(source, dtype=dtype, cache=cache, progress=progress)
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{error.message} ({why})", error.hint) from error
+    return open_transformers(source, why, dtype=dtype, cache=cache, progress=progress)
 
 
 def why_transformers(source: Source, implementation: str) -> str:
@@ -79,7 +76,7 @@ def why_transformers(source: Source, implementation: str) -> str:
         part = language_part(config)
         decoder_spec(config if part is None else part.config)
     except UnsupportedModel as error:
-        return f"our decoder does not know it: {error.message}"
+        return f"our decoder does not know it: {error.message}" + (f"; {error.hint}" if error.hint else "")
     except LlmctlError:
         return ""  # a broken config of a known family: our own loader says what is wrong
     return ""

@@ -21,19 +21,15 @@ from ...kernels.cpu.pack import LAYOUT_VERSION
 from ...kernels.errors import CheckpointError, UsageError
 from ...kernels.formats import parse_weight_format
 from ...kernels.ops import Batch, F32Array, I32Array, KVLayer, PackedWeight
-from ...quant.formats.detect import CONFIG_FILES
 from ...quant.formats.safetensors import INDEX_NAME, weight_files
 from ...quant.formats.stored import map_file
 from ..models.arch import DecoderSpec
 from ..models.decoder import Decoder, Limits, build_decoder
-from .build import build_entry, remove_abandoned
-from .checkpoint import open_checkpoint
-from .convert import TARGETS, roundings
+from .convert import TARGETS
 from .entry import (
     ENTRY_VERSION,
     MANIFEST,
     ORDER,
-    TOKENIZER,
     VECTOR,
     WEIGHTS,
     BadEntry,
@@ -82,18 +78,6 @@ class PackedModel:
         """Our decoder over these weights; `kv` is each layer's part of the cache."""
         return build_decoder(self.spec, self.weights, self.vectors, batch, kv, limits, kernels)
 
-    @property
-    def tokenizer_path(self) -> Path:
-        return self.folder / TOKENIZER
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        return self.chat.eos_ids
-
-    @property
-    def chat_template(self) -> str:
-        return self.chat.template
-
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -127,10 +111,9 @@ def open_packed(source: Source, *, dtype: str = "auto", cache: Path, progress: P
                 return _map(source.name, folder, read_manifest(folder))
             except BadEntry as error:
                 log.warning("packed weights in %s are rebuilt: %s", folder, error)
-        checkpoint = open_checkpoint(source)
-        for rounding in roundings(checkpoint.tensors.values(), dtype):
-            log.warning("%s: %s (--dtype float32 keeps every value)", source.name, rounding)
-        build_entry(checkpoint, key, dtype, packed, progress or silent)
+        from .build import build_from_source  # brings the readers of all formats, which a warm start does without
+
+        build_from_source(source, key, dtype, packed, progress or silent)
     try:
         return _map(source.name, folder, read_manifest(folder))
     except BadEntry as error:
@@ -142,6 +125,8 @@ def entry_key(source: Source, dtype: str, implementation: str = "llmctl") -> str
     if source.kind == "gguf":
         files: tuple[Path, ...] = (source.path,)
     else:
+        from ...quant.formats.detect import CONFIG_FILES  # brings the readers of all formats
+
         names = (*TEXT_FILES, *CONFIG_FILES, INDEX_NAME)
         files = tuple(path for name in names if (path := source.path / name).is_file()) + weight_files(source.path)
     parts: list[object] = [ENTRY_VERSION, LAYOUT_VERSION, dtype, implementation]
@@ -194,6 +179,8 @@ def prune(cache: Path, keep: Collection[str] = ()) -> tuple[Entry, ...]:
 
     A model that is running keeps its mapping of a removed file.
     """
+    from .build import remove_abandoned
+
     removed = tuple(entry for entry in list_entries(cache) if entry.key not in keep)
     for entry in removed:
         if entry.folder.is_dir() and not entry.folder.is_symlink():

@@ -11,11 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
+import tokenizers
 
 from ...kernels.errors import CheckpointError
+from ..models.fields import MAX_INT, shown
+from ..request import ParameterError, SamplingParams
+from .origin import values_of
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_AGAIN = "the file is broken: fetch the model again"
 _SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json")
 
 # Every file read here, and config.json, by name.
@@ -61,21 +66,21 @@ def folder_text(folder: Path, config: Mapping[str, object]) -> ModelText:
     """The text side of a Hugging Face folder. Loads transformers if there is no tokenizer.json."""
     path = folder / "tokenizer.json"
     tokenizer_json = _text(path) if path.is_file() else _convert_tokenizer(folder)
+    tokenizer = _parsed(path, tokenizer_json)
     tokenizer_config = read_json(folder / "tokenizer_config.json", required=False)
-    generation = read_json(folder / "generation_config.json", required=False)
     special = _special_tokens(folder, tokenizer_config)
-    eos = _ids(generation, "eos_token_id") or _ids(config, "eos_token_id")
+    with values_of(folder / "tokenizer_config.json"):
+        template = _template(folder, tokenizer_config)
+    with values_of(folder / "generation_config.json"):
+        generation = read_json(folder / "generation_config.json", required=False)
+        eos, defaults = _ids(generation, "eos_token_id"), _defaults(generation)
+    with values_of(folder / "config.json"):
+        eos = eos or _ids(config, "eos_token_id")
     named = special.get("eos_token")
-    if named is not None:
-        eos += tuple(index for index in _added_ids(path, tokenizer_json, named) if index not in eos)
+    added = tokenizer.get_added_tokens_decoder().items()
+    eos += tuple(index for index, token in added if token.content == named and index not in eos)
     return ModelText(
-        tokenizer_json,
-        ChatInfo(
-            template=_template(folder, tokenizer_config),
-            special_tokens=special,
-            eos_ids=eos,
-            defaults=_defaults(folder / "generation_config.json", generation),
-        ),
+        tokenizer_json, ChatInfo(template=template, special_tokens=special, eos_ids=eos, defaults=defaults)
     )
 
 
@@ -86,9 +91,9 @@ def read_json(path: Path, required: bool = True) -> dict[str, object]:
     try:
         value = json.loads(_text(path))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"`{path}` is not valid JSON: {error}") from error
+        raise CheckpointError(f"`{path}` is not valid JSON: {error}", _AGAIN) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"`{path}` holds no JSON object")
+        raise CheckpointError(f"`{path}` holds no JSON object", _AGAIN)
     return value
 
 
@@ -96,9 +101,9 @@ def _text(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except OSError as error:
-        raise CheckpointError(f"cannot read `{path}`: {error.strerror or error}") from error
+        raise CheckpointError(f"cannot read `{path}`: {error.strerror or error}", _AGAIN) from error
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"`{path}` is not UTF-8: {error}") from error
+        raise CheckpointError(f"`{path}` is not UTF-8: {error}", _AGAIN) from error
 
 
 def _convert_tokenizer(folder: Path) -> str:
@@ -117,14 +122,27 @@ def _convert_tokenizer(folder: Path) -> str:
     return converted
 
 
+def _parsed(path: Path, tokenizer_json: str) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(tokenizer_json)
+    except Exception as error:  # tokenizers raises bare Exception for anything wrong with its file
+        raise CheckpointError(
+            f"`{path}` is no tokenizer: {error}", "fetch the model again, or copy a whole `tokenizer.json` there"
+        ) from error
+
+
 def _special_tokens(folder: Path, tokenizer_config: Mapping[str, object]) -> dict[str, str]:
     older = read_json(folder / "special_tokens_map.json", required=False)
     special = {}
     for role in _ROLES:
-        value = tokenizer_config[role] if role in tokenizer_config else older.get(role)
+        own = role in tokenizer_config
+        value = tokenizer_config[role] if own else older.get(role)
         content = value.get("content") if isinstance(value, dict) else value
         if isinstance(content, str):
             special[role] = content
+        elif value is not None:
+            with values_of(folder / ("tokenizer_config.json" if own else "special_tokens_map.json")):
+                raise CheckpointError(f"`{role}` is {shown(value)}, expected a token, or an object with its `content`")
     return special
 
 
@@ -134,32 +152,28 @@ def _template(folder: Path, tokenizer_config: Mapping[str, object]) -> str:
     if own.is_file():
         return _text(own)
     value = tokenizer_config.get("chat_template")
-    if isinstance(value, list):  # several, by name
-        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else ""
+    if isinstance(value, list) and all(isinstance(item, dict) for item in value):  # several, by name
+        value = next((item.get("template") for item in value if item.get("name") == "default"), None)
+    if value is not None and not isinstance(value, str):
+        raise CheckpointError(f"`chat_template` is {shown(value)}, expected a text, or a list of named ones")
+    return value or ""
 
 
 def _ids(source: Mapping[str, object], key: str) -> tuple[int, ...]:
     value = source.get(key)
     items = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(item) is int and item >= 0 for item in items):
-        raise CheckpointError(f"`{key}` is {value!r}, expected a token id or a list of them")
+    if not all(type(item) is int and 0 <= item <= MAX_INT for item in items):
+        raise CheckpointError(f"`{key}` is {shown(value)}, expected a token id (from 0 to {MAX_INT}) or a list of them")
     return tuple(dict.fromkeys(items))
 
 
-def _added_ids(path: Path, tokenizer_json: str, content: str) -> tuple[int, ...]:
-    """The id of an added token in a tokenizer.json, none if it is not there."""
-    try:
-        tokenizer = json.loads(tokenizer_json)
-        return tuple(int(item["id"]) for item in tokenizer["added_tokens"] if item["content"] == content)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CheckpointError(f"`{path}` is no tokenizer.json: {error!r}") from error
-
-
-def _defaults(path: Path, generation: Mapping[str, object]) -> SamplingDefaults:
+def _defaults(generation: Mapping[str, object]) -> SamplingDefaults:
     given = {key: generation[key] for key in _DEFAULTS if generation.get(key) is not None}
-    try:
-        return msgspec.convert(given, SamplingDefaults)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(f"`{path}`: {error}") from error
+    for key, value in given.items():
+        try:
+            msgspec.convert({key: value}, SamplingParams).check(vocab_size=1)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(f"`{key}` is {shown(value)}: {str(error).lower()}") from error
+        except ParameterError as error:
+            raise CheckpointError(error.message, error.hint) from error
+    return msgspec.convert(given, SamplingDefaults)

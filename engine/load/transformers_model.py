@@ -24,6 +24,7 @@ from .build import build_entry
 from .checkpoint import Checkpoint
 from .entry import BadEntry, read_manifest
 from .hub import Source
+from .origin import values_of
 from .packed import entry_key
 from .progress import Progress, silent
 from .text import check_tokenizer_files, folder_text, read_json
@@ -60,9 +61,14 @@ class TransformersModel:
         return build(self.source, self.dtype, batch, kv, limits, kernels)
 
 
-def open_transformers(source: Source, *, dtype: str, cache: Path, progress: Progress | None) -> TransformersModel:
-    """The model in a folder; UnsupportedModel with the reason if transformers' modules cannot run on our cache."""
-    description = describe_transformers(source, dtype)
+def open_transformers(
+    source: Source, why: str, *, dtype: str, cache: Path, progress: Progress | None
+) -> TransformersModel:
+    """The model in a folder; UnsupportedModel with the reason if transformers' modules cannot run on our cache.
+
+    `why` they and not our decoder is part of that reason.
+    """
+    description = describe_transformers(source, why, dtype)
     key = entry_key(source, dtype, implementation())
     folder = cache / "packed" / key
     try:
@@ -72,8 +78,16 @@ def open_transformers(source: Source, *, dtype: str, cache: Path, progress: Prog
     return TransformersModel(source.name, source.path, dtype, description, folder, digest=key)
 
 
-def describe_transformers(source: Source, dtype: str) -> Description:
-    """What the model would be, from its headers."""
+def describe_transformers(source: Source, why: str, dtype: str) -> Description:
+    """What the model would be, from its headers; errors as those of `open_transformers`."""
+    try:
+        with values_of(source.path / "config.json"):
+            return _describe(source, dtype)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{error.message} ({why})", error.hint) from error
+
+
+def _describe(source: Source, dtype: str) -> Description:
     if source.kind != "hf":
         raise UnsupportedModel(
             f"`{source.path}` is no folder of safetensors, which is what the transformers backend reads",

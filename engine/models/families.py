@@ -14,10 +14,11 @@ import msgspec
 
 from ...kernels.errors import CheckpointError, UnsupportedModel
 from .arch import DecoderSpec, RopeSpec
-from .fields import Config, flag_field, float_field, int_field
+from .fields import Config, flag_field, float_field, int_field, shown
 from .rope_config import layered_ropes, rope_spec
 
 MAX_LAYERS = 1024  # a config that asks for more is broken; keeps a wrong number from becoming a huge table
+MAX_CONTEXT = 1 << 24  # as `--max-model-len` has it
 _INNER_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -29,7 +30,9 @@ def decoder_spec(config: Config) -> DecoderSpec:
     if read is None:
         architectures = config.get("architectures")
         named = f" ({', '.join(map(str, architectures))})" if isinstance(architectures, list) else ""
-        raise UnsupportedModel(f"unknown model family `{family}`{named}", f"known: {', '.join(known_families())}")
+        raise UnsupportedModel(
+            f"unknown model family `{family}` in `model_type`{named}", f"known: {', '.join(known_families())}"
+        )
     return read(config)
 
 
@@ -64,7 +67,7 @@ def language_part(config: Config) -> LanguagePart | None:
         return None
     own = config.get("text_config")
     if not isinstance(own, dict):
-        raise CheckpointError(f"`text_config` in the config is {own!r}, expected an object")
+        raise CheckpointError(f"`text_config` in the config is {shown(own)}, expected an object")
     decoder, prefixes, others = _LANGUAGE_PARTS[family]
     shared = {key: config[key] for key in _SHARED if key in config}
     return LanguagePart({"model_type": decoder, **own, **shared}, prefixes, others)
@@ -111,11 +114,6 @@ def decoder_tensors(spec: DecoderSpec) -> dict[str, TensorRule]:
         for name in ("self_attn.q_norm", "self_attn.k_norm"):
             rules[f"{prefix}{name}.weight"] = _rule(head, required=False)
     return rules
-
-
-def expected_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
-    """The tensors that a checkpoint of this spec cannot do without, and their shapes."""
-    return {name: rule.shape for name, rule in decoder_tensors(spec).items() if rule.required}
 
 
 class _Dim(NamedTuple):
@@ -166,11 +164,13 @@ _GEMMA3_DEFAULTS = {
 def _gemma3(config: Config) -> DecoderSpec:
     """Gemma 3 without its eyes. `norm_offset_added` is a key of ours, for files whose norms hold the 1 already."""
     if "sliding_window" in config and config["sliding_window"] is None:
-        raise UnsupportedModel("sliding_window is null", "a Gemma 3 decoder has layers with a window")
+        raise UnsupportedModel("`sliding_window` is null", "a Gemma 3 decoder has layers with a window")
     config = _GEMMA3_DEFAULTS | {key: value for key, value in config.items() if value is not None}
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if key in config:
-            raise UnsupportedModel(f"`{key}` is {config[key]}", "models with soft caps on their logits cannot be run")
+            raise UnsupportedModel(
+                f"`{key}` is {shown(config[key])}", "models with soft caps on their logits cannot be run"
+            )
     if flag_field(config, "use_bidirectional_attention", default=False):
         raise UnsupportedModel("attention is bidirectional (use_bidirectional_attention)", "use a causal model")
     layers = int_field(config, "num_hidden_layers", high=MAX_LAYERS)
@@ -178,7 +178,7 @@ def _gemma3(config: Config) -> DecoderSpec:
     every = tuple(window if (layer + 1) % pattern else 0 for layer in range(layers))
     windows = every if config.get("layer_types") is None else _layer_windows(config, layers, window, first=0)
     full, local = layered_ropes(config, int_field(config, "head_dim"), theta=1e6, local_theta=1e4)
-    plain = _spec(config | {"hidden_act": config["hidden_activation"]}, "gemma3", windows, rope=full)
+    plain = _spec(config, "gemma3", windows, rope=full, activation_key="hidden_activation")
     return msgspec.structs.replace(
         plain,
         rope_local=local,
@@ -209,20 +209,29 @@ _LANGUAGE_PARTS: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[str, ..
 
 
 def _spec(
-    config: Config, family: str, windows: tuple[int, ...], default_head_dim: int = 0, rope: RopeSpec | None = None
+    config: Config,
+    family: str,
+    windows: tuple[int, ...],
+    default_head_dim: int = 0,
+    rope: RopeSpec | None = None,
+    activation_key: str = "hidden_act",
 ) -> DecoderSpec:
     hidden = int_field(config, "hidden_size")
     heads = int_field(config, "num_attention_heads")
     kv_heads = int_field(config, "num_key_value_heads", default=heads)
+    if config.get("head_dim") is None and not default_head_dim and hidden % heads:
+        raise CheckpointError(f"`hidden_size` is {hidden}, no multiple of `num_attention_heads`, which is {heads}")
     head_dim = int_field(config, "head_dim", default=default_head_dim or hidden // heads)
     layers = int_field(config, "num_hidden_layers", high=MAX_LAYERS)
     if heads % kv_heads:
-        raise CheckpointError(f"num_attention_heads is {heads}, no multiple of num_key_value_heads, {kv_heads}")
+        raise CheckpointError(f"`num_attention_heads` is {heads}, no multiple of `num_key_value_heads`, {kv_heads}")
     if head_dim % 2:
-        raise CheckpointError(f"head_dim is {head_dim}, rotary embedding needs an even number")
-    activation = config.get("hidden_act", "silu")
+        raise CheckpointError(f"`head_dim` is {head_dim}, rotary embedding needs an even number")
+    activation = config.get(activation_key, "silu")
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        raise UnsupportedModel(f"activation `{activation}` (hidden_act)", f"supported: {', '.join(_ACTIVATIONS)}")
+        raise UnsupportedModel(
+            f"activation {shown(activation)} in `{activation_key}`", f"supported: {', '.join(_ACTIVATIONS)}"
+        )
     return DecoderSpec(
         family=family,
         num_layers=layers,
@@ -232,7 +241,7 @@ def _spec(
         head_dim=head_dim,
         ffn_size=int_field(config, "intermediate_size"),
         vocab_size=int_field(config, "vocab_size"),
-        context_length=int_field(config, "max_position_embeddings"),
+        context_length=int_field(config, "max_position_embeddings", high=MAX_CONTEXT),
         norm_eps=float_field(config, "rms_norm_eps", default=1e-6),
         rope=rope or rope_spec(config, head_dim),
         activation=_ACTIVATIONS[activation],
@@ -243,7 +252,7 @@ def _spec(
 
 def _qwen_windows(config: Config) -> tuple[int, ...]:
     layers = int_field(config, "num_hidden_layers", high=MAX_LAYERS)
-    window = _window(config, default=4096) if config.get("use_sliding_window", False) else 0
+    window = _window(config, default=4096) if flag_field(config, "use_sliding_window", default=False) else 0
     first = int_field(config, "max_window_layers", default=28, low=0)
     return _layer_windows(config, layers, window, first)
 
@@ -261,10 +270,10 @@ def _layer_windows(config: Config, layers: int, window: int, first: int) -> tupl
     if types is None:
         return tuple(window if layer >= first else 0 for layer in range(layers))
     if not isinstance(types, list) or len(types) != layers:
-        found = len(types) if isinstance(types, list) else repr(types)
-        raise CheckpointError(f"layer_types has {found} entries, num_hidden_layers is {layers}")
+        found = f"has {len(types)} entries" if isinstance(types, list) else f"is {shown(types)}"
+        raise CheckpointError(f"`layer_types` {found}, expected a list of {layers} (`num_hidden_layers`)")
     known = {"full_attention": 0, "sliding_attention": window}
     unknown = [kind for kind in types if not isinstance(kind, str) or kind not in known]
     if unknown:
-        raise UnsupportedModel(f"layer type `{unknown[0]}` (layer_types)", f"supported: {', '.join(known)}")
+        raise UnsupportedModel(f"layer type {shown(unknown[0])} in `layer_types`", f"supported: {', '.join(known)}")
     return tuple(known[kind] for kind in types)

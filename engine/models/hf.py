@@ -12,6 +12,7 @@ Importing this imports torch and transformers.
 from __future__ import annotations
 
 import logging
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from ...kernels.ops import LOGIT_ROWS, ROWS, Batch, F32Array, KVLayer, PackedWei
 from ...quant.formats.safetensors import open_files
 from .arch import DecoderSpec, RopeSpec
 from .decoder import Decoder, Limits
+from .families import MAX_CONTEXT
 from .hf_modules import Buffers, PackedEmbedding, PackedLinear, PagedAttention
 from .hf_trace import trace
 
@@ -74,8 +76,8 @@ def describe(folder: Path, dtype: str) -> Description:
     ours = [module for _, module in _replaceable(model)]
     outside = (model.get_input_embeddings(), model.get_output_embeddings())
     context = getattr(text, "max_position_embeddings", None)
-    if not isinstance(context, int) or context < 1:
-        raise _refused(config, f"its config gives no context length (max_position_embeddings is {context!r})")
+    if not isinstance(context, int) or not 1 <= context <= MAX_CONTEXT:
+        raise _refused(config, f"`max_position_embeddings` is {context!r}, expected an integer from 1 to {MAX_CONTEXT}")
     spec = DecoderSpec(
         family=config.model_type,
         num_layers=len(traced.calls),
@@ -153,7 +155,7 @@ def _read_config(folder: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # ValueError for unknown and remote models, anything for broken ones
-        reason = " ".join(str(error).split())
+        reason = textwrap.shorten(str(error), 200)
         raise UnsupportedModel(
             f"transformers {transformers.__version__} cannot read the config in `{folder}`: {reason}",
             "a newer transformers may know the model; code that comes with a checkpoint is never run",

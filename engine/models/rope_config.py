@@ -11,20 +11,23 @@ from collections.abc import Mapping
 
 from ...kernels.errors import CheckpointError, UnsupportedModel
 from .arch import RopeSpec
-from .fields import Config, float_field, int_field
+from .fields import Config, float_field, int_field, shown
 
 _KINDS = ("default", "linear", "llama3", "factors")
 
 
 def rope_spec(config: Config, head_dim: int) -> RopeSpec:
     """The one rope of the model; UnsupportedModel if its layers differ."""
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    key = "rope_scaling" if config.get("rope_parameters") is None else "rope_parameters"
+    found = config.get(key)
+    if found is None:
+        found = {}
     if not isinstance(found, dict):
-        raise CheckpointError(f"rope_parameters or rope_scaling is {found!r}, expected an object")
+        raise CheckpointError(f"`{key}` in the config is {shown(found)}, expected an object")
     if found and all(isinstance(value, dict) for value in found.values()):
         sets: list[dict[str, object]] = list(found.values())
         if any(item != sets[0] for item in sets):
-            raise UnsupportedModel("rope parameters that differ between layer types")
+            raise UnsupportedModel(f"`{key}` has rope parameters that differ between layer types")
         found = sets[0]
     return _from_set(found, config, head_dim, float_field(config, "rope_theta", default=10000.0))
 
@@ -38,7 +41,10 @@ def layered_ropes(config: Config, head_dim: int, theta: float, local_theta: floa
     if sets is None:
         sets = {"full_attention": config.get("rope_scaling")}
     if not isinstance(sets, dict) or not all(isinstance(item, dict | None) for item in sets.values()):
-        raise CheckpointError(f"rope parameters are {sets!r}, expected an object for each type of layer")
+        raise CheckpointError(
+            f"rope parameters (`rope_parameters` or `rope_scaling`) are {shown(sets)}, expected an object for "
+            "each type of layer"
+        )
     full, local = sets.get("full_attention") or {}, sets.get("sliding_attention") or {}
     return (
         _from_set(full, config, head_dim, float_field(config, "rope_theta", default=theta)),
@@ -49,10 +55,12 @@ def layered_ropes(config: Config, head_dim: int, theta: float, local_theta: floa
 def _from_set(rope: Mapping[str, object], config: Config, head_dim: int, theta: float) -> RopeSpec:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise UnsupportedModel(f"rope type `{kind}`", "supported: default, linear, llama3")
+        raise UnsupportedModel(f"rope type {shown(kind)} in `rope_type`", "supported: default, linear, llama3")
     for source in (rope, config):
         if source.get("partial_rotary_factor") not in (None, 1, 1.0):
-            raise UnsupportedModel(f"partial_rotary_factor is {source['partial_rotary_factor']}", "supported: 1.0")
+            raise UnsupportedModel(
+                f"`partial_rotary_factor` is {shown(source['partial_rotary_factor'])}", "supported: 1.0"
+            )
     theta = float_field(rope, "rope_theta", default=theta)
     if kind == "linear":
         return RopeSpec(theta=theta, kind=kind, factor=float_field(rope, "factor"))
@@ -61,7 +69,7 @@ def _from_set(rope: Mapping[str, object], config: Config, head_dim: int, theta: 
     if kind == "llama3":
         low, high = float_field(rope, "low_freq_factor"), float_field(rope, "high_freq_factor")
         if low >= high:
-            raise CheckpointError(f"low_freq_factor is {low}, it must be less than high_freq_factor, which is {high}")
+            raise CheckpointError(f"`low_freq_factor` is {low}, it must be less than `high_freq_factor`, {high}")
         context = int_field(config, "max_position_embeddings")
         return RopeSpec(
             theta=theta,

@@ -11,7 +11,8 @@ namespace llmctl::cpu {
 struct Avx512 : Avx2 {
   static constexpr const char* kName = "avx512";
 
-  // A whole panel row is one vector, and int4 products go into int32 sums at once.
+  // A whole panel row is one vector, and int4 products go into int32 sums at once. 8 rows keep the multipliers busy;
+  // more would fit the registers but not one set of an 8-way L1, where rows of a multiple of 4 KB all meet.
   struct Columns {
     using F = __m512;
     using I = __m512i;

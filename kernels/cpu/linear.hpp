@@ -16,16 +16,20 @@ namespace llmctl::cpu {
 // a thread's panels are one stream.
 constexpr int kPrefetchBytes = 1024;
 
+// Adds bias and output where they are asked for, and stores.
 template <class Isa>
-LLMCTL_INLINE void finish_tile(const LinearArgs& a, const float* sums, int rows, int row, int panel) {
+LLMCTL_NOINLINE void finish_tile(const LinearArgs& a, const float* sums, int rows, int row, int panel) {
+  using F = typename Isa::F;
+  const long column = static_cast<long>(panel) * kPanel;
+  F bias[2] = {Isa::zero(), Isa::zero()};
+  if (a.bias != nullptr) bias[0] = Isa::load(a.bias + column), bias[1] = Isa::load(a.bias + column + kLanes);
   for (int i = 0; i < rows; ++i) {
-    float* out = a.out.row(row + i) + static_cast<long>(panel) * kPanel;
-    for (int j = 0; j < kPanel; j += kLanes) {
-      auto v = Isa::load(sums + i * kPanel + j);
-      if (a.bias != nullptr) v = Isa::add(v, Isa::load(a.bias + static_cast<long>(panel) * kPanel + j));
-      if (a.add) v = Isa::add(Isa::load(out + j), v);
-      Isa::store(out + j, v);
-    }
+    float* out = a.out.row(row + i) + column;
+    F low = Isa::add(Isa::load(sums + i * kPanel), bias[0]);
+    F high = Isa::add(Isa::load(sums + i * kPanel + kLanes), bias[1]);
+    if (a.add) low = Isa::add(Isa::load(out), low), high = Isa::add(Isa::load(out + kLanes), high);
+    Isa::store(out, low);
+    Isa::store(out + kLanes, high);
   }
 }
 

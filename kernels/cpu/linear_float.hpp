@@ -41,6 +41,7 @@ LLMCTL_NOINLINE void tile_float(const uint8_t* __restrict w, const float* __rest
   for (int j = 0; j < k; ++j) {
     F columns[kVectors];
     load_columns<C, kKind>(w, columns);
+    C::prefetch(w + kPrefetchBytes);
     w += kRowBytes;
     LLMCTL_UNROLL
     for (int i = 0; i < kRows; ++i) {

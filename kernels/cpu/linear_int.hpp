@@ -176,6 +176,7 @@ LLMCTL_NOINLINE void tile_int8(const uint8_t* __restrict w, const int16_t* __res
       for (int v = 0; v < kVectors; ++v) {
         codes[v] = C::load_codes2(reinterpret_cast<const int8_t*>(w) + 2 * C::kWidth * v);
       }
+      C::prefetch(w + kPrefetchBytes);
       w += 2 * kPanel;
       LLMCTL_UNROLL
       for (int i = 0; i < kRows; ++i) {

@@ -71,11 +71,6 @@ class CpuSample:
         self.native(rows)
 
 
-def is_native(op: Op) -> bool:
-    """Whether this op can be part of a C++ program."""
-    return isinstance(op, _cpu.Op)
-
-
 def record(ops: Sequence[Op], batch: Batch) -> _cpu.Program:
     """A program of C++ ops, all built for this batch, replayed in one call."""
     native = []

@@ -145,8 +145,9 @@ class NormAddStage final : public Stage {
   NormAddArgs args_;
 };
 
-// Few rows: every thread has a fixed part of the panels. From 16 rows on, chunks of at most 4 panels x about 64 rows
-// are taken from the counter, since a static cut waits for the slowest thread.
+// Few rows: every thread has a fixed part of the panels. From 16 rows on, chunks of at most 4 panels x 64 rows
+// are taken from the counter, since a static cut waits for the slowest thread; all rows pass by a few panels before the
+// next ones are read, because weights are the larger part and activations are read by all threads at once.
 class LinearStage final : public Stage {
  public:
   LinearStage(const Table& table, const LinearArgs& args)
@@ -160,14 +161,13 @@ class LinearStage final : public Stage {
       kernel_(args_, own.begin, own.end, 0, rows, act_row);
       return;
     }
-    const int row_chunk = args_.weight.group == 0 ? 60 : 64;  // whole tiles of 6 or 4 rows
-    const int row_chunks = (rows + row_chunk - 1) / row_chunk;
+    const int row_chunks = (rows + kRowChunk - 1) / kRowChunk;
     const int panel_chunk = std::clamp(panels * row_chunks / (kChunksPerThread * share.threads), 1, kMaxPanelChunk);
     const int panel_chunks = (panels + panel_chunk - 1) / panel_chunk;
     const int chunks = row_chunks * panel_chunks;
     for (int chunk; (chunk = share.take()) < chunks;) {
-      const int row = chunk / panel_chunks * row_chunk, panel = chunk % panel_chunks * panel_chunk;
-      kernel_(args_, panel, std::min(panel + panel_chunk, panels), row, std::min(row + row_chunk, rows), act_row);
+      const int row = chunk % row_chunks * kRowChunk, panel = chunk / row_chunks * panel_chunk;
+      kernel_(args_, panel, std::min(panel + panel_chunk, panels), row, std::min(row + kRowChunk, rows), act_row);
     }
   }
 
@@ -177,6 +177,7 @@ class LinearStage final : public Stage {
 
  private:
   static constexpr int kDynamicRows = 16;
+  static constexpr int kRowChunk = 64;
   static constexpr int kMaxPanelChunk = 4;
   static constexpr int kChunksPerThread = 4;
   Count count() const { return args_.logit_rows_only ? kLogitRows : kRows; }

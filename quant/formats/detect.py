@@ -7,6 +7,7 @@ or, in the oldest files, by the file's name.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ...kernels.errors import UnsupportedModel
 from . import awq, compressed_tensors, gptq
@@ -18,7 +19,15 @@ CONFIG_FILES = tuple(name for name, _ in _PLACES)  # that may say how a checkpoi
 _DETECTORS: tuple[Callable[[Config], LinearFormat | None], ...] = (awq.detect, gptq.detect, compressed_tensors.detect)
 
 
-def find_config(config: Config, read_json: Callable[[str], Config | None]) -> Config | None:
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A quantization config, and the file of the folder that it stands in."""
+
+    file: str
+    config: Config
+
+
+def find_config(config: Config, read_json: Callable[[str], Config | None]) -> Found | None:
     """The quantization config of a checkpoint, None if it is not quantized.
 
     config     the content of config.json
@@ -26,11 +35,12 @@ def find_config(config: Config, read_json: Callable[[str], Config | None]) -> Co
     """
     for key in ("quantization_config", "compression_config"):
         if config.get(key) is not None:
-            return read_object(config, key)
+            return Found("config.json", read_object(config, key))
     for name, method in _PLACES:
         found = read_json(name)
         if found is not None:
-            return found if "quant_method" in found else {**found, "quant_method": found.get("method", method)}
+            named = found if "quant_method" in found else {**found, "quant_method": found.get("method", method)}
+            return Found(name, named)
     return None
 
 

@@ -51,20 +51,15 @@ class GGUFFile:
 
     def check_readable(self, name: str) -> None:
         """Raise UnsupportedModel, naming the tensor's type, if it is none that can be read."""
-        tensor = self.tensors[name]
-        if tensor.format is None:
-            raise UnsupportedModel(
-                f"tensor `{name}` of `{self.path}` is stored as {tensor.dtype}", f"supported types: {SUPPORTED}"
-            )
+        self.tensors[name].readable_format(SUPPORTED)
 
     def read(self, name: str) -> WeightTensor:
         """The tensor as stored; UnsupportedModel if its type cannot be read."""
-        self.check_readable(name)
         tensor = self.tensors[name]
-        assert tensor.format is not None
+        format = tensor.readable_format(SUPPORTED)
         raw = self.data[tensor.offset : tensor.offset + tensor.nbytes]
-        if tensor.format.is_float:
-            return WeightTensor(tensor.format, raw.view(FLOAT_VIEWS[tensor.format.kind]).reshape(tensor.shape))
+        if format.is_float:
+            return WeightTensor(format, raw.view(FLOAT_VIEWS[format.kind]).reshape(tensor.shape))
         return read_blocks(_BY_NAME[tensor.dtype], raw, tensor.shape)
 
 

@@ -8,7 +8,7 @@ that the decoder rotates, which is exact in every format because a row is never 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,13 +19,6 @@ from ..tensor import WeightTensor
 from .gguf import GGUFFile, Value
 from .stored import StoredTensor
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-}
-_INTERLEAVED = ("llama",)  # architectures whose converter permutes query and key rows
 _INTERLEAVED_PARTS = {".self_attn.q_proj.": "num_attention_heads", ".self_attn.k_proj.": "num_key_value_heads"}
 _ROPE_FACTORS = "rope_freqs.weight"
 
@@ -43,15 +36,30 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_LAYER_OF = {  # where an architecture means another tensor by a name, or has more of them
-    "gemma3": _LAYER
-    | {
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    }
+_GEMMA3_LAYER = _LAYER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What files of one `general.architecture` hold, in Hugging Face's words.
+
+    layer        the parts of a layer by their name in the file
+    interleaved  whether its converter permutes the rows of queries and keys
+    windowed     (model_type, class) if a file has a sliding window, where that makes it another family
+    facts        what its config says besides what all of them say, from the file
+    """
+
+    model_type: str
+    causal_lm: str
+    layer: Mapping[str, str]
+    interleaved: bool = False
+    windowed: tuple[str, str] | None = None
+    facts: Callable[[GGUFFile], dict[str, object]] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +85,8 @@ class GGUFModel:
 def open_model(gguf: GGUFFile) -> GGUFModel:
     """The model in the file; UnsupportedModel for an architecture that has no mapping here."""
     arch = _architecture(gguf)
-    config = _config(gguf, arch) | (_gemma3(gguf) if arch == "gemma3" else {})
+    architecture = _ARCHITECTURES[arch]
+    config = _config(gguf, arch) | (architecture.facts(gguf) if architecture.facts is not None else {})
     tensors: dict[str, StoredTensor] = {}
     head_rows: dict[str, npt.NDArray[np.int64]] = {}
     for name, tensor in gguf.tensors.items():
@@ -85,7 +94,7 @@ def open_model(gguf: GGUFFile) -> GGUFModel:
             continue
         renamed = hugging_face_name(name, arch)
         tensors[renamed] = tensor
-        if arch in _INTERLEAVED:
+        if architecture.interleaved:
             for part, heads in _INTERLEAVED_PARTS.items():
                 if part in renamed:
                     head_rows[renamed] = _split_half_rows(tensor, _size(config, heads))
@@ -94,7 +103,7 @@ def open_model(gguf: GGUFFile) -> GGUFModel:
 
 def hugging_face_name(name: str, arch: str) -> str:
     """`blk.3.attn_q.weight` as `model.layers.3.self_attn.q_proj.weight`; a name without a counterpart as it is."""
-    parts = _LAYER_OF.get(arch, _LAYER)
+    parts = _ARCHITECTURES[arch].layer
     match = _NAME.fullmatch(name)
     if match is None:
         return name
@@ -154,9 +163,12 @@ def _config(gguf: GGUFFile, arch: str) -> dict[str, object]:
         if (size := int_value(gguf, key)) not in (None, head_dim):
             raise UnsupportedModel(f"`{key}` in `{gguf.path}` is {size}, but query heads have {head_dim} dimensions")
     window = int_value(gguf, f"{arch}.attention.sliding_window")
-    model_type = "mistral" if arch == "llama" and window else arch
+    architecture = _ARCHITECTURES[arch]
+    model_type, causal_lm = architecture.model_type, architecture.causal_lm
+    if window and architecture.windowed is not None:
+        model_type, causal_lm = architecture.windowed
     config: dict[str, object] = {
-        "architectures": ["MistralForCausalLM" if model_type == "mistral" else _ARCHITECTURES[arch]],
+        "architectures": [causal_lm],
         "model_type": model_type,
         "hidden_size": hidden,
         "intermediate_size": _required(gguf, f"{arch}.feed_forward_length"),
@@ -191,7 +203,6 @@ def _gemma3(gguf: GGUFFile) -> dict[str, object]:
     local_theta = float_value(gguf, f"{arch}.rope.freq_base_swa") or 10000.0
     per_head = int_value(gguf, f"{arch}.attention.key_length") or hidden // max(heads, 1)
     return {
-        "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
         "norm_offset_added": True,
         "query_pre_attn_scalar": hidden // max(heads, 1) if layers == 62 else per_head,
@@ -203,6 +214,16 @@ def _gemma3(gguf: GGUFFile) -> dict[str, object]:
         },
         **({"sliding_window": window} if window else {"sliding_window_pattern": 1}),
     }
+
+
+_ARCHITECTURES = {
+    "llama": Architecture(
+        "llama", "LlamaForCausalLM", _LAYER, interleaved=True, windowed=("mistral", "MistralForCausalLM")
+    ),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _LAYER),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _LAYER),
+    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _GEMMA3_LAYER, facts=_gemma3),
+}
 
 
 def _rope(gguf: GGUFFile, arch: str) -> dict[str, object]:

@@ -60,18 +60,13 @@ class SafetensorsFiles:
 
     def check_readable(self, name: str) -> None:
         """Raise UnsupportedModel, naming the tensor's dtype, if it is none that can be read."""
-        tensor = self.tensors[name]
-        if tensor.format is None:
-            raise UnsupportedModel(
-                f"tensor `{name}` of `{tensor.path}` is stored as {tensor.dtype}", f"supported: {', '.join(_FORMATS)}"
-            )
+        self.tensors[name].readable_format(", ".join(_FORMATS))
 
     def read(self, name: str) -> WeightTensor:
         """The tensor as a read-only view of its file; UnsupportedModel if its dtype cannot be read."""
-        self.check_readable(name)
         tensor = self.tensors[name]
-        assert tensor.format is not None
-        return WeightTensor(tensor.format, self._view(tensor, FLOAT_VIEWS[tensor.format.kind]))
+        format = tensor.readable_format(", ".join(_FORMATS))
+        return WeightTensor(format, self._view(tensor, FLOAT_VIEWS[format.kind]))
 
     def view(self, name: str) -> Array:
         """The tensor's elements as stored, bfloat16 as its bits; UnsupportedModel for a type that numpy lacks."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.errors import CheckpointError
+from ...kernels.errors import CheckpointError, UnsupportedModel
 from ...kernels.formats import WeightFormat
 
 # How the bytes of a float kind are seen in numpy; bfloat16 as its bits.
@@ -37,6 +37,14 @@ class StoredTensor:
     offset: int
     nbytes: int
     order: npt.NDArray[np.int32] | None = field(default=None, compare=False)
+
+    def readable_format(self, supported: str) -> WeightFormat:
+        """The format; UnsupportedModel, which names the storage type and the `supported` ones, if there is none."""
+        if self.format is None:
+            raise UnsupportedModel(
+                f"tensor `{self.name}` of `{self.path}` is stored as {self.dtype}", f"supported: {supported}"
+            )
+        return self.format
 
 
 def map_file(path: Path) -> npt.NDArray[np.uint8]:

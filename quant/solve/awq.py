@@ -19,9 +19,10 @@ from ..tensor import WeightTensor
 from .clip import search_range
 from .grid import Grid, full_range, grouped, make_grid, to_tensor
 
-_COARSE = tuple(i / 10 for i in range(11))
-_FINE = (-0.05, 0.05)
-_ROWS = 2048  # outputs of a Linear by which candidates are judged, evenly spread: all of them share the scales
+_EXPONENTS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+_REFINED = (0.1, 0.05)  # steps to both sides of the best one so far
+_JUDGED = 256  # outputs of each Linear by which candidates are judged, evenly spread: all of them share the scales
+_ROWS = 2048  # outputs that are computed at a time, which bounds the temporaries
 _LIMIT = 1e3  # scales stay within 1 / _LIMIT .. _LIMIT, so that a norm divided by them stays within float16
 
 
@@ -40,10 +41,12 @@ def search_scales(
     def attempt(exponent: float, by_weight: bool) -> tuple[float, float, bool]:
         return judge.loss(_scales(rms, magnitude, exponent, by_weight, shared)), exponent, by_weight
 
-    coarse = min(attempt(exponent, by_weight) for by_weight in (False, True) for exponent in _COARSE)
-    _, exponent, by_weight = min(coarse, *(attempt(coarse[1] + step, coarse[2]) for step in _FINE))
-    best = _scales(rms, magnitude, exponent, by_weight, shared)
-    return best if judge.confirms(best) else torch.ones_like(best)
+    found = min(attempt(exponent, by_weight) for by_weight in (False, True) for exponent in _EXPONENTS)
+    for step in _REFINED:
+        found = min(found, attempt(found[1] - step, found[2]), attempt(found[1] + step, found[2]))
+    _, exponent, by_weight = found
+    best, plain = _scales(rms, magnitude, exponent, by_weight, shared), torch.ones_like(rms)
+    return best if judge.prefers(best, plain) else plain
 
 
 def quantize(weight: torch.Tensor, stats: InputStats, format: WeightFormat, search_clip: bool = True) -> WeightTensor:
@@ -75,20 +78,23 @@ class _Judge:
 
     def __init__(self, weights: Sequence[torch.Tensor], stats: InputStats, format: WeightFormat) -> None:
         self.stats, self.format, self.weights = stats, format, weights
-        self.sampled = [weight[:: -(-weight.shape[0] // _ROWS)] for weight in weights]
-        self.energies = [_by_rows(weight, lambda rows: output_error(rows, stats)) for weight in self.sampled]
+        self.sampled = [weight[:: -(-weight.shape[0] // _JUDGED)] for weight in weights]
+        self.energies = [
+            _by_rows(weight, lambda rows: output_error(rows, stats)) / len(weight) for weight in self.sampled
+        ]
 
     def loss(self, scales: torch.Tensor) -> float:
         """By a sample of the outputs."""
-        errors = [self._error(weight, scales) for weight in self.sampled]
-        return sum(error / energy for error, energy in zip(errors, self.energies) if energy > 0)
+        return self._relative(self.sampled, scales)
 
-    def confirms(self, scales: torch.Tensor) -> bool:
-        """Whether all outputs together lose no more than without scales, where `loss` saw a part of them."""
-        if all(sample.shape == weight.shape for sample, weight in zip(self.sampled, self.weights)):
-            return True
-        plain = torch.ones_like(scales)
-        return all(self._error(weight, scales) <= self._error(weight, plain) for weight in self.weights)
+    def prefers(self, scales: torch.Tensor, others: torch.Tensor) -> bool:
+        """Whether all outputs together lose less with `scales` than with `others`."""
+        return self._relative(self.weights, scales) < self._relative(self.weights, others)
+
+    def _relative(self, weights: Sequence[torch.Tensor], scales: torch.Tensor) -> float:
+        """The mean error of these outputs of each Linear relative to the sample's energy, summed over Linears."""
+        errors = [self._error(weight, scales) / len(weight) for weight in weights]
+        return sum(error / energy for error, energy in zip(errors, self.energies) if energy > 0)
 
     def _error(self, weight: torch.Tensor, scales: torch.Tensor) -> float:
         def error(rows: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,8 @@ from ...kernels.formats import WeightFormat
 from .grid import Grid, full_range, make_grid
 
 _COARSE = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
-_FINE = (-0.05, 0.0, 0.05)
-_WEIGHTS_AT_ONCE = 1 << 21  # bounds the temporaries
+_FINE = (0.0, -0.05, 0.05)
+_WEIGHTS_AT_ONCE = 1 << 18  # bounds the temporaries, so that they stay in a cache
 
 
 def search_range(weights: torch.Tensor, moments: torch.Tensor | None, format: WeightFormat) -> Grid:
@@ -38,6 +38,8 @@ def _search(weights: torch.Tensor, moments: torch.Tensor | None, format: WeightF
         pairs = [(step, step) for step in steps] if format.zero == "none" else itertools.product(steps, steps)
         start_down, start_up = (0 * ones, 0 * ones) if steps is _COARSE else (best_down, best_up)
         for down, up in pairs:
+            if down == up == 0:
+                continue  # what the coarse search found
             downs, ups = (start_down + down).clamp(max=1), (start_up + up).clamp(max=1)
             error = _error(weights, make_grid(low * downs, high * ups, format), moments)
             better = error < least

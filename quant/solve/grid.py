@@ -28,7 +28,7 @@ class Grid:
 
     def codes(self, weights: torch.Tensor) -> torch.Tensor:
         """float32 of 0..15: the nearest grid point of each of the weights [n, groups, group]."""
-        return (torch.round(weights / self.scale) + self.zero).clamp_(0, LEVELS)
+        return (weights / self.scale).round_().add_(self.zero).clamp_(0, LEVELS)
 
     def values(self, codes: torch.Tensor) -> torch.Tensor:
         """The weights that the codes mean, as `WeightTensor.dequantize` computes them."""
@@ -36,7 +36,7 @@ class Grid:
 
     def nearest(self, weights: torch.Tensor) -> torch.Tensor:
         """The grid point nearest to each weight."""
-        return self.values(self.codes(weights))
+        return self.codes(weights).sub_(self.zero).mul_(self.scale)
 
 
 def grouped(weight: torch.Tensor, format: WeightFormat) -> torch.Tensor:

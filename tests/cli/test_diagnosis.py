@@ -56,6 +56,12 @@ def test_real_registry_answers_without_torch():
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/", timeout=60)
 
 
+def test_every_package_that_is_depended_on_is_looked_for():
+    project = tomllib.loads((Path(diagnosis.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    names = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}
+    assert {*diagnosis.NEEDED, *diagnosis.OPTIONAL} == names
+
+
 def test_formats_with_one_outcome_share_a_row():
     rows = kernel_rows(
         (
@@ -125,9 +131,3 @@ def test_doctor_says_which_gguf_types_are_kept_and_what_happens_to_the_others(en
     assert {"Q4_0", "Q5_0", "Q8_0", "Q3_K", "F16"} <= set(found.gguf_types) and "Q4_K" not in found.gguf_types
     assert "Q4_K stored as int4g32min: scales rounded to float16" in found.gguf_roundings
     assert "Q6_K stored as int8g32: values rounded to 8 bits" in found.gguf_roundings
-
-
-def test_every_package_that_is_depended_on_is_looked_for():
-    project = tomllib.loads((Path(diagnosis.__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    names = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}
-    assert {*diagnosis.NEEDED, *diagnosis.OPTIONAL} == names

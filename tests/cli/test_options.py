@@ -6,7 +6,14 @@ import pytest
 import typer
 
 from llmctl.cli.expand import Built, expand
-from llmctl.cli.options import EngineOptions, SamplingOptions, parse_count, parse_dtype, parse_length
+from llmctl.cli.options import (
+    EngineOptions,
+    SamplingOptions,
+    memory_config,
+    parse_count,
+    parse_dtype,
+    parse_length,
+)
 from llmctl.engine.config import EngineConfig, SpeculativeConfig
 from llmctl.engine.request import SamplingParams
 from llmctl.kernels.errors import UsageError
@@ -97,6 +104,14 @@ def test_every_engine_option_reaches_the_config():
     assert sampling.seed == 9
 
 
+def test_options_of_memory_are_those_that_a_plan_depends_on():
+    import inspect
+
+    names = set(inspect.signature(memory_config).parameters) - {"model_option"}
+    left_out = {"enable_prefix_caching", "scheduling_policy", "threads", "seed", "async_depth", "kernels"}
+    assert names == set(EngineConfig.__struct_fields__) - left_out
+
+
 def test_no_engine_field_lacks_an_option():
     import inspect
 
@@ -153,3 +168,32 @@ def test_builders_that_disagree_about_an_option_are_a_bug():
 
     with pytest.raises(AssertionError, match="two meanings of option size"):
         expand(command)
+
+
+@pytest.mark.parametrize(
+    ("given", "config"),
+    [
+        ("none", SpeculativeConfig(method="none")),
+        ("ngram", SpeculativeConfig()),
+        ('{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, "prompt_lookup_min": 3}',
+         SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_max=5, prompt_lookup_min=3)),
+        (str(SpeculativeConfig(num_speculative_tokens=9)), SpeculativeConfig(num_speculative_tokens=9)),
+    ],
+)  # fmt: skip
+def test_speculation_is_a_name_or_json(given, config):
+    assert read("--speculative-config", given)[0].speculative_config == config
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ('{"num_speculative_tokens": 0}', "num_speculative_tokens of --speculative-config is 0"),
+        ('{"prompt_lookup_min": 3, "prompt_lookup_max": 2}', "prompt_lookup_max of --speculative-config is 2"),
+        ('{"num_speculative_tokens": "4"}', "cannot be"),
+        ("[]", "cannot be"),
+        ('{"model": "draft"}', "no key `model`"),
+    ],
+)
+def test_speculation_that_cannot_work_is_refused(given, message):
+    with pytest.raises(UsageError, match=message):
+        read("--speculative-config", given)

@@ -10,13 +10,15 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
-from llmctl.engine.client import ProcessClient
 from llmctl.engine.config import EngineConfig
 from llmctl.engine.llm import LLM
+from llmctl.engine.process import EngineProcess
+from llmctl.engine.process_client import ProcessClient
 from llmctl.engine.request import FinishReason, Output, SamplingParams
 from llmctl.kernels.errors import CapacityError, EngineDead, LlmctlError, UsageError
 
@@ -138,7 +140,7 @@ def test_aborts_and_questions_after_an_engine_process_was_killed_do_not_hang(fol
 
 
 def test_closing_ends_an_engine_process_that_does_not_react(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmctl.engine.client.CLOSE_S", 0.2)
+    monkeypatch.setattr("llmctl.engine.process_client.CLOSE_S", 0.2)
     llm = LLM(folder, process=True, **OPTIONS)
     assert isinstance(llm.frontend.client, ProcessClient)
     process = psutil.Process(llm.frontend.client.pid)
@@ -152,6 +154,23 @@ def test_loading_in_a_process_can_be_given_up(folder: str) -> None:
     cancelled.set()
     with pytest.raises(EngineDead, match="stopped while it was loading"):
         ProcessClient(EngineConfig(model=folder), cancelled=cancelled)
+
+
+def test_a_process_that_was_started_beforehand_is_taken_over(folder: str) -> None:
+    config = EngineConfig(model=folder, **OPTIONS)
+    engine = EngineProcess(config, 77)
+    client = ProcessClient(config, started=engine)
+    assert client.pid == engine.process.pid and client.info.epoch == 77
+    client.close()
+    assert engine.process.poll() == 0 and not engine.folder.exists()
+    engine.end()
+
+
+def test_a_process_that_nobody_takes_over_is_ended(folder: str) -> None:
+    engine = EngineProcess(EngineConfig(model=folder), 1)
+    engine.end()
+    engine.end()
+    assert engine.process.poll() is not None and not engine.folder.exists()
 
 
 def run_script(body: str, folder: str) -> subprocess.CompletedProcess[str]:
@@ -203,3 +222,17 @@ def test_a_callback_that_raises_harms_its_own_request_only(folder: str) -> None:
 
         llm.frontend.client.submit(llm.frontend.request([7] * 20, sampling), broken)
         assert llm.generate([[5] * 20], sampling)[0].outputs == expected
+
+
+def test_ctrl_c_never_reaches_the_engine_process(folder: str) -> None:
+    """Blocked from its first instruction on, so that it cannot strike while the process imports what it needs."""
+    client = ProcessClient(EngineConfig(model=folder, **OPTIONS))
+    try:
+        status = Path(f"/proc/{client.pid}/status").read_text()
+        blocked = int(status.split("SigBlk:")[1].split()[0], 16)
+        assert blocked >> signal.SIGINT - 1 & 1
+        os.kill(client.pid, signal.SIGINT)
+        assert client.stats().running == 0 and client.failure is None
+    finally:
+        client.close()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

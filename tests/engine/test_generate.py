@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from llmctl import LLM, SamplingParams
@@ -147,3 +148,63 @@ def test_one_stop_string_and_numpy_ids_are_taken_as_written(llm: LLM) -> None:
     assert SamplingParams(stop=None).stop == ()  # type: ignore[arg-type]
     ids = np.array([40, 41, 42])
     assert llm.generate([ids], GREEDY)[0].outputs == llm.generate([[40, 41, 42]], GREEDY)[0].outputs
+
+
+def test_no_prompts_give_no_results(llm: LLM) -> None:
+    assert llm.generate([]) == llm.generate((), []) == llm.chat([]) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (None, "prompts are a NoneType: None"),
+        (5, "prompts are a int: 5"),
+        (b"hello", "prompts are a bytes: b'hello'"),
+        ({"prompt": "hello"}, "prompts are a dict"),
+        ([None], "prompt 0 is a NoneType: None"),
+        (["hello", 5], "prompt 1 is a int: 5"),
+        (["hello", b"hi"], "prompt 1 is a bytes"),
+        ([[1, 2], [1.0, 2.0]], r"prompt 1 is a list: \[1.0, 2.0\]"),
+        ([1, 2.5], "prompt 0 is a int: 1"),
+        ([[True, False]], "prompt 0 is a list"),
+        ([["hello"]], "prompt 0 is a list"),
+        ([[[1, 2]]], "prompt 0 is a list"),
+        ([{"prompt": "hello"}], "prompt 0 is a dict"),
+        (np.ones((2, 2)), "prompt 0 is a ndarray"),
+        ("", "the prompt is empty"),
+        ([[]], "the prompt is empty"),
+    ],
+)
+def test_what_is_no_prompt_is_named(llm: LLM, prompts: object, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        llm.generate(prompts)  # type: ignore[arg-type]
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("prompts", [np.arange(3, 8), (3, 4, 5), iter([[3, 4, 5]]), np.arange(3, 9).reshape(2, 3)])
+def test_token_ids_may_be_of_any_sequence(llm: LLM, prompts: object) -> None:
+    results = llm.generate(prompts, with_changes(GREEDY, max_tokens=1))  # type: ignore[arg-type]
+    assert results[0].prompt_token_ids[:3] == (3, 4, 5)
+    assert all(type(token) is int for token in results[0].prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (None, "messages are a NoneType"),
+        ("hello", "messages are a str: 'hello'"),
+        ({"role": "user", "content": "hi"}, "messages are a dict"),
+        ([5], "conversation 0 is a int: 5"),
+        ([["hello"]], "conversation 0 is a list"),
+        ([{"role": "user", "content": "hi"}, "hello"], "conversation 0 is a list"),
+    ],
+)
+def test_what_is_no_conversation_is_named(llm: LLM, messages: object, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        llm.chat(messages)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, [None], "greedy", 0])
+def test_what_are_no_sampling_params_is_named(llm: LLM, params: object) -> None:
+    with pytest.raises(UsageError, match="sampling params are a"):
+        llm.generate(["hello"], params)  # type: ignore[arg-type]

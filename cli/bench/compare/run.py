@@ -27,6 +27,7 @@ from ..report import load_average, versions
 from ..targets import Target
 from ..workload import Item, Salter
 from .figures import SHOWN_FAULTS, Cpu, Line, Sample, compare, sample
+from .lean_transport import LeanTransport
 from .scenarios import Prompts, Scenario
 from .servers import Server, Servers, on_cpus, running
 from .subjects import Subject
@@ -89,7 +90,7 @@ async def run(subjects: Sequence[Subject], prompts: Prompts, settings: Settings,
     shared = [scenario for scenario in prompts.scenarios if not scenario.alone]
     alone = [scenario for scenario in prompts.scenarios if scenario.alone]
     with on_cpus(settings.cpus), running(settings.threads) as servers:
-        async with make_client() as client:
+        async with _client(subjects) as client:
             session = _Session(subjects, prompts, settings, servers, client, progress)
             partial = False
             try:
@@ -121,6 +122,12 @@ async def run(subjects: Sequence[Subject], prompts: Prompts, settings: Settings,
     )
 
 
+def _client(subjects: Sequence[Subject]) -> httpx.AsyncClient:
+    """The cheapest client that can reach all of them; in any case one connection for each request."""
+    plain = all(not subject.url or subject.url.startswith("http://") for subject in subjects)
+    return make_client(LeanTransport() if plain else None, keep_alive=False)
+
+
 def turned(subjects: Sequence[Subject], number: int) -> list[Subject]:
     """The subjects in the order of this round: each comes first once in as many rounds as there are subjects."""
     first = number % len(subjects)
@@ -146,6 +153,11 @@ def findings(samples: Sequence[Sample]) -> list[Finding]:
     foreign = sum(one.cpu.foreign_s for one in samples)
     if foreign > FOREIGN * elapsed:
         message = f"other programs kept {foreign / elapsed:.2f} of the CPUs in use busy"
+        worst = sorted(samples, key=lambda one: -one.cpu.foreign_s / one.cpu.elapsed_s)[:SHOWN_FAULTS]
+        message += ", most during " + ", ".join(
+            f"{one.scenario} of {one.subject} in round {one.round + 1} ({one.cpu.foreign_s / one.cpu.elapsed_s:.2f})"
+            for one in worst
+        )
         found.append(Finding("busy machine", "", message, False))
     return found
 

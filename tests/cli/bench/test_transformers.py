@@ -10,13 +10,15 @@ import transformers
 
 from llmctl.cli.bench.drive import drive
 from llmctl.cli.bench.load_shape import Load
+from llmctl.cli.bench.peers import load_transformers
 from llmctl.cli.bench.transformers_target import start_transformers
 from llmctl.cli.bench.transformers_worker import Ask, generate
 from llmctl.cli.bench.workload import Item
 from llmctl.engine.config import environment
 from llmctl.engine.load.hub import Source, resolve
 from llmctl.kernels.errors import LlmctlError
-from tests.engine.tiny import VOCAB, write_checkpoint
+from tests.engine.gguf_files import gemma3_config, write_gemma3, write_llama3
+from tests.engine.tiny import FAMILIES, VOCAB, randomize, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +105,19 @@ def test_worker_that_cannot_load_says_why(tmp_path):
 
     with pytest.raises(LlmctlError, match=r"transformers could not be started: .*none"):
         asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("config", "write"),
+    [(gemma3_config(7), write_gemma3), (FAMILIES["llama3-rope"], write_llama3)],
+    ids=["gemma3", "llama3"],
+)
+def test_the_peer_of_a_gguf_file_computes_what_the_file_holds(config, write, tmp_path):
+    """Norms of a Gemma 3 file hold the 1 that transformers adds; a Llama 3 file lists divisors of frequencies."""
+    oracle = transformers.AutoModelForCausalLM.from_config(config).eval()
+    randomize(oracle)
+    peer = load_transformers(Source(write(tmp_path / "model.gguf", oracle), "gguf", "tiny"))
+    tokens = torch.randint(3, VOCAB, (1, 200), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected, found = oracle(tokens).logits, peer(tokens).logits
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)

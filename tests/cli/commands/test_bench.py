@@ -1,6 +1,7 @@
 """`llmctl bench` from its command line to its tables, its JSON and its exit codes."""
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -148,6 +149,19 @@ def test_report_is_saved_whole_and_never_over_another(make_console, serve, tmp_p
     assert app.run([*URL, "--save-result", "--result-dir", str(tmp_path / "dated")], make_console()) == ExitCode.OK
     (file,) = (tmp_path / "dated").iterdir()
     assert file.name.startswith("bench-mock-synthetic-2") and file.suffix == ".json"
+
+
+def test_report_that_the_disk_cannot_hold_leaves_nothing_behind(console, serve, tmp_path, monkeypatch):
+    serve()
+
+    def write(path, content):
+        path.open("wb").close()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("llmctl.cli.bench.report.Path.write_bytes", write)
+    assert app.run([*URL, "--result-dir", str(tmp_path)], console) == ExitCode.USAGE
+    assert ".json`: No space left on device\n\nhint: choose another --result-dir" in console.stderr.getvalue()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ctrl_c_prints_what_was_measured_and_says_that_it_is_partial(console, serve):

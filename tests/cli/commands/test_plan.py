@@ -1,6 +1,8 @@
 """`llmctl plan`: figures from headers, as tables and as JSON."""
 
+import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +14,11 @@ from llmctl.cli.exits import ExitCode
 from llmctl.engine.budget import memory_budget
 from llmctl.engine.config import EngineConfig
 from llmctl.engine.models.arch import DecoderSpec, RopeSpec
-from llmctl.engine.models.families import expected_shapes
+from llmctl.engine.models.families import decoder_tensors
 from llmctl.kernels.cpu.pack import packed_bytes
+from llmctl.kernels.device import read_machine
 from llmctl.kernels.formats import F16, F32, WeightFormat
+from llmctl.quant.formats.stored import StoredTensor
 from tests.engine.quantized import write_quantized
 from tests.engine.tiny import write_checkpoint
 
@@ -32,6 +36,7 @@ SPEC = DecoderSpec(
     rope=RopeSpec(),
     tied_head=True,
 )
+SHAPES = {name: rule.shape for name, rule in decoder_tensors(SPEC).items() if rule.required}
 SIZE = PackedSize(1 << 20, {"f32": 1, "int4g32": 14})
 
 
@@ -40,16 +45,20 @@ def budget():
     return memory_budget(SPEC, SIZE.bytes, tuple(SIZE.formats), EngineConfig(), 1 << 30)
 
 
+def stored(format, *shape):
+    return StoredTensor("w", "", format, shape, Path("x"), 0, 0)
+
+
 def test_weights_are_counted_as_packed_and_vectors_not():
     q4 = WeightFormat("int4", 32)
-    tensors = [(q4, (1000, 128)), (F16, (128, 128)), (F32, (128,))]
-    size = packed_size(tensors, EngineConfig())
+    tensors = [stored(q4, 1000, 128), stored(F16, 128, 128), stored(F32, 128)]
+    size = packed_size(tensors, "auto")
     assert size == PackedSize(packed_bytes(q4, 1000, 128) + packed_bytes(F16, 128, 128), {"f16": 1, "int4g32": 1})
 
 
 def test_asked_type_counts_for_all_weights():
-    tensors = [(WeightFormat("int4", 32), (1000, 128)), (F16, (128, 128))]
-    size = packed_size(tensors, EngineConfig(dtype="float32"))
+    tensors = [stored(WeightFormat("int4", 32), 1000, 128), stored(F16, 128, 128)]
+    size = packed_size(tensors, "float32")
     assert size == PackedSize(packed_bytes(F32, 1000, 128) + packed_bytes(F32, 128, 128), {"f32": 2})
 
 
@@ -93,7 +102,7 @@ def checkpoint(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer.json").write_text("{}")
-    tensors = {name: np.zeros(shape, np.float16) for name, shape in expected_shapes(SPEC).items()}
+    tensors = {name: np.zeros(shape, np.float16) for name, shape in SHAPES.items()}
     safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
     return tmp_path
 
@@ -101,7 +110,7 @@ def checkpoint(tmp_path):
 def test_plan_of_a_folder_counts_its_weights(console, checkpoint):
     assert app.run(["plan", str(checkpoint), "--json", "--max-num-seqs", "3"], console) == ExitCode.OK
     report = json.loads(console.stdout.getvalue())
-    weights = sum(2 * np.prod(shape) for shape in expected_shapes(SPEC).values() if len(shape) == 2)
+    weights = sum(2 * np.prod(shape) for shape in SHAPES.values() if len(shape) == 2)
     assert report["weight_bytes"] == weights + 2 * 128 * (-1000 % 16)  # the vocabulary is padded to panels of 16
     assert report["weight_formats"] == {"f16": 15}
     assert report["max_model_len"] == 4096
@@ -122,6 +131,48 @@ def test_plan_of_a_decoder_that_only_transformers_has(console, tmp_path):
     assert report["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 2
     state = safetensors.numpy.load_file(folder / "model.safetensors").values()
     assert report["weight_bytes"] == sum(tensor.size * (2 if tensor.ndim == 2 else 4) for tensor in state)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--threads", "2"],
+        ["--seed", "1"],
+        ["--kernels", "generic"],
+        ["--async-depth", "2"],
+        ["--scheduling-policy", "fcfs"],
+        ["--no-enable-prefix-caching"],
+    ],
+    ids=lambda option: option[0],
+)
+def test_option_that_no_figure_depends_on_is_refused(console, checkpoint, option):
+    assert app.run(["plan", str(checkpoint), *option], console) == ExitCode.USAGE
+    assert f"no such option `{option[0]}`" in console.stderr.getvalue()
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--dtype", "float32"],
+        ["--kv-cache-dtype", "float32"],
+        ["--max-model-len", "512"],
+        ["--max-num-seqs", "3"],
+        ["--max-num-batched-tokens", "64"],
+        ["--block-size", "64"],
+        ["--num-gpu-blocks-override", "200"],
+        ["--kv-cache-memory-bytes", "8M"],
+        ["--model-impl", "transformers"],
+    ],
+    ids=lambda option: option[0],
+)
+def test_every_option_of_a_plan_changes_its_figures(make_console, checkpoint, option, monkeypatch):
+    machine = dataclasses.replace(read_machine(), memory_available=1 << 30)
+    monkeypatch.setattr("llmctl.kernels.device.read_machine", lambda: machine)
+    consoles = [make_console(), make_console()]
+    for console, options in zip(consoles, ([], option), strict=True):
+        assert app.run(["plan", str(checkpoint), "--json", *options], console) == ExitCode.OK
+    plain, changed = (json.loads(console.stdout.getvalue()) for console in consoles)
+    assert plain != changed
 
 
 def test_plan_that_does_not_fit_names_what_would(console, checkpoint):

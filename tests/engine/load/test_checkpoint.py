@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from llmctl.engine.load.checkpoint import open_checkpoint
 from llmctl.engine.load.hub import Source
+from llmctl.engine.load.model import open_model
 from llmctl.engine.load.text import SamplingDefaults
 from llmctl.kernels.errors import CheckpointError, UnsupportedModel
 
@@ -150,6 +151,47 @@ def test_a_broken_config_is_an_error(model_folder, content):
         opened(model_folder)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_position_embeddings": 1 << 31}, "`max_position_embeddings` in the config is 2147483648, expected"),
+        ({"hidden_size": -64}, "`hidden_size` in the config is -64, expected an integer from 1"),
+        ({"vocab_size": "300"}, "`vocab_size` in the config is '300', expected an integer from 1"),
+        ({"rms_norm_eps": float("nan")}, "`rms_norm_eps` in the config is nan, expected a number above 0"),
+        ({"hidden_act": "foo"}, "activation 'foo' in `hidden_act`"),
+        (
+            {"num_attention_heads": 5, "head_dim": None, "num_key_value_heads": 5},
+            "no multiple of `num_attention_heads`",
+        ),
+        ({"num_key_value_heads": 3}, "no multiple of `num_key_value_heads`, 3"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' in `rope_type`"),
+        ({"model_type": "gemma3", "text_config": 5}, "`text_config` in the config is 5"),
+        ({"quantization_config": []}, r"`quantization_config` of the quantization config is \[\], expected an object"),
+        ({"quantization_config": {"quant_method": "foo"}}, "quantized with `foo`"),
+    ],
+)
+def test_a_wrong_value_names_file_key_value_and_limit(model_folder, changes, message):
+    change_config(model_folder, **changes)
+    path = model_folder / "config.json"
+    with pytest.raises((CheckpointError, UnsupportedModel), match=f"^`{path}`: .*{message}") as caught:
+        opened(model_folder)
+    assert caught.value.hint
+
+
+def test_a_wrong_value_of_another_quantization_config_names_that_file(model_folder):
+    (model_folder / "quant_config.json").write_text(json.dumps({"w_bit": "4", "q_group_size": 64}))
+    with pytest.raises(CheckpointError, match=f"^`{model_folder / 'quant_config.json'}`: `w_bit`"):
+        opened(model_folder)
+
+
+def test_what_neither_decoder_knows_is_told_with_both_reasons(model_folder, tmp_path):
+    change_config(model_folder, hidden_act="foo")
+    with pytest.raises(UnsupportedModel, match=r"config\.json`: .*activation 'foo' in `hidden_act`; supported: silu"):
+        open_model(
+            Source(model_folder, "hf", "x"), implementation="auto", dtype="auto", cache=tmp_path / "c", progress=None
+        )
+
+
 def test_text_side_is_gathered_from_all_files(model_folder):
     (model_folder / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [0, 2], "temperature": 0.6, "top_p": 0.9, "top_k": 40, "do_sample": True})
@@ -179,11 +221,35 @@ def test_a_template_file_wins_and_a_list_has_a_default(model_folder):
     assert opened(model_folder).load_text().chat.template == "own"
 
 
-@pytest.mark.parametrize("generation", [{"eos_token_id": "2"}, {"eos_token_id": [-1]}, {"temperature": "hot"}])
-def test_wrong_generation_values_are_errors(model_folder, generation):
-    (model_folder / "generation_config.json").write_text(json.dumps(generation))
-    with pytest.raises(CheckpointError):
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("generation_config.json", {"eos_token_id": "2"}, "`eos_token_id` is '2', expected a token id"),
+        ("generation_config.json", {"eos_token_id": [-1]}, r"`eos_token_id` is \[-1\]"),
+        ("generation_config.json", {"temperature": "hot"}, "`temperature` is 'hot': expected `float`"),
+        ("generation_config.json", {"temperature": -1}, "`temperature` is -1.0, it must be from 0.0 to 100.0"),
+        ("generation_config.json", {"top_p": 2}, "`top_p` is 2.0, it must be from 0.0 to 1.0"),
+        ("generation_config.json", {"repetition_penalty": 0}, "`repetition_penalty` is 0"),
+        ("generation_config.json", [], "holds no JSON object"),
+        ("config.json", {"eos_token_id": 1.5}, "`eos_token_id` is 1.5"),
+        ("tokenizer_config.json", {"bos_token": 7}, "`bos_token` is 7, expected a token"),
+        ("tokenizer_config.json", {"eos_token": {"content": 7}}, "`eos_token` is {'content': 7}"),
+        ("tokenizer_config.json", {"chat_template": 7}, "`chat_template` is 7, expected a text"),
+        ("special_tokens_map.json", {"unk_token": 7}, "`unk_token` is 7"),
+        ("tokenizer.json", {"added_tokens": 7}, "is no tokenizer"),
+        ("tokenizer.json", {"model": {}}, "is no tokenizer"),
+    ],
+)
+def test_wrong_values_beside_the_config_name_their_file(model_folder, file, content, message):
+    path = model_folder / file
+    if isinstance(content, dict) and path.exists():
+        content = json.loads(path.read_text()) | content
+    if file == "config.json":
+        (model_folder / "generation_config.json").unlink()
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=f"^`{path}`:? {message}") as caught:
         opened(model_folder).load_text()
+    assert caught.value.hint
 
 
 def test_an_old_tokenizer_is_converted_with_the_ids_it_had(model_folder):

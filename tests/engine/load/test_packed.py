@@ -46,14 +46,14 @@ def test_weights_and_vectors_are_those_of_the_checkpoint(model_folder, cache):
     for name, vector in model.vectors.items():
         np.testing.assert_array_equal(vector, checkpoint.read(name).data)
         assert vector.dtype == np.float32 and vector.ctypes.data % 64 == 0
-    assert model.spec == checkpoint.spec and model.name == "tiny" and model.eos_ids == (2,)
-    assert json.loads(model.tokenizer_path.read_text())["model"]["type"] == "BPE"
+    assert model.spec == checkpoint.spec and model.name == "tiny" and model.chat.eos_ids == (2,)
+    assert json.loads((model.folder / "tokenizer.json").read_text())["model"]["type"] == "BPE"
 
 
 def test_a_warm_start_reads_no_source_tensor_and_gives_the_same(model_folder, cache, monkeypatch):
     cold = open_packed(source(model_folder), cache=cache)
-    monkeypatch.setattr("llmctl.engine.load.packed.build_entry", None)
-    monkeypatch.setattr("llmctl.engine.load.packed.open_checkpoint", None)
+    monkeypatch.setattr(build, "build_from_source", None)
+    monkeypatch.setattr(build, "open_checkpoint", None)
     warm = open_packed(source(model_folder), cache=cache)
     assert warm.digest == cold.digest and warm.spec == cold.spec and warm.chat == cold.chat
     for name, weight in cold.weights.items():
@@ -171,11 +171,11 @@ def test_gguf_formats_are_kept_exactly(tmp_path, cache):
 def test_k_quants_are_rounded_and_said_so_at_every_start(tmp_path, cache, caplog, kind, format):
     file, name = write_gguf(tmp_path / "x.gguf", kind, 256), "model.layers.0.mlp.down_proj.weight"
     line = f"{kind} stored as {format}: "
-    with caplog.at_level("WARNING"):
+    with caplog.at_level("WARNING", "llmctl"):
         model = open_packed(file, cache=cache)
     assert line in caplog.text and "--dtype float32 keeps every value" in caplog.text
     caplog.clear()
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", "llmctl"):
         assert open_packed(file, cache=cache).roundings == model.roundings
     assert line in caplog.text
     (entry,) = list_entries(cache)

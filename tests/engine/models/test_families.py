@@ -10,7 +10,6 @@ from llmctl.engine.models.decoder import scale_as_stored
 from llmctl.engine.models.families import (
     decoder_spec,
     decoder_tensors,
-    expected_shapes,
     known_families,
     language_part,
 )
@@ -51,7 +50,6 @@ def test_every_tensor_of_the_transformers_model_is_expected_with_its_shape(famil
     assert {name: rules[name].shape for name in state} == state
     required = {name for name, rule in rules.items() if rule.required}
     assert required <= set(state)
-    assert required == set(expected_shapes(decoder_spec(built.to_dict())))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
@@ -174,12 +172,12 @@ def test_an_unknown_family_lists_those_known():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_act": "gelu"}, "activation `gelu`"),
+        ({"hidden_act": "gelu"}, "activation 'gelu' in `hidden_act`"),
         ({"hidden_act": ["silu"]}, "activation"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type `yarn`"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
         ({"rope_parameters": {"a": {"rope_theta": 1.0}, "b": {"rope_theta": 2.0}}}, "differ between layer types"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"model_type": "qwen2", "layer_types": ["linear_attention"] * 3}, "`linear_attention`"),
+        ({"model_type": "qwen2", "layer_types": ["linear_attention"] * 3}, "'linear_attention' in `layer_types`"),
         ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
@@ -199,13 +197,22 @@ def test_what_the_decoder_cannot_do_is_refused(changes, message):
         ({"hidden_size": True}, "`hidden_size`"),
         ({"hidden_size": None}, "has no `hidden_size`"),
         ({"num_hidden_layers": 10**9}, "`num_hidden_layers`"),
-        ({"num_attention_heads": 3}, "no multiple of num_key_value_heads"),
-        ({"head_dim": 15}, "head_dim is 15"),
+        ({"num_attention_heads": 3}, "no multiple of `num_attention_heads`"),
+        ({"num_key_value_heads": 3}, "no multiple of `num_key_value_heads`"),
+        ({"max_position_embeddings": 1 << 31}, "`max_position_embeddings` .* from 1 to 16777216"),
+        ({"intermediate_size": -96}, "`intermediate_size` in the config is -96"),
+        ({"vocab_size": 1 << 31}, "`vocab_size` .* from 1 to 2147483647"),
+        ({"rms_norm_eps": 10**400}, "`rms_norm_eps`"),
+        ({"rope_theta": float("inf")}, "`rope_theta` in the config is inf"),
+        ({"rope_scaling": []}, r"`rope_scaling` in the config is \[\], expected an object"),
+        ({"model_type": "qwen2", "use_sliding_window": "no"}, "`use_sliding_window`"),
+        ({"hidden_size": [1] * 100}, r"`hidden_size` in the config is \[1, .*\.\.\., expected an integer"),
+        ({"head_dim": 15}, "`head_dim` is 15"),
         ({"rms_norm_eps": -1.0}, "`rms_norm_eps`"),
         ({"rms_norm_eps": float("nan")}, "`rms_norm_eps`"),
         ({"rope_scaling": {"rope_type": "linear"}}, "has no `factor`"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
-        ({"model_type": "mistral", "layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        ({"model_type": "mistral", "layer_types": ["full_attention"]}, "`layer_types` has 1 entries"),
         ({"model_type": "mistral", "layer_types": 3}, "layer_types"),
         ({"rope_parameters": {"rope_type": "factors", "factors": [1.0]}}, "1 rope factors, expected 8"),
         ({"rope_parameters": {"rope_type": "factors", "factors": [0.0] * 8}}, "no positive number"),

@@ -7,13 +7,13 @@ import pytest
 
 from llmctl.kernels.errors import CheckpointError, UnsupportedModel
 from llmctl.quant.formats.awq import AwqFormat
-from llmctl.quant.formats.detect import detect_format, find_config
+from llmctl.quant.formats.detect import Found, detect_format, find_config
 from llmctl.quant.formats.gptq import GptqFormat
 
 
 def test_the_config_itself_wins_over_other_files() -> None:
     own = {"quant_method": "awq", "bits": 4, "group_size": 64}
-    assert find_config({"quantization_config": own}, lambda name: {"bits": 8}) == own
+    assert find_config({"quantization_config": own}, lambda name: {"bits": 8}) == Found("config.json", own)
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,8 @@ def test_files_of_older_tools_name_their_tool_by_their_own_name(
     name: str, content: dict[str, object], expected: object
 ) -> None:
     found = find_config({}, {name: content}.get)
-    assert found is not None
-    assert detect_format(found) == expected
+    assert found is not None and found.file == name
+    assert detect_format(found.config) == expected
 
 
 def test_a_model_without_any_config_is_not_quantized() -> None:
@@ -39,7 +39,7 @@ def test_an_unknown_method_is_refused_by_name() -> None:
     found = find_config({}, {"hf_quant_config.json": {"quantization": {}}}.get)
     assert found is not None
     with pytest.raises(UnsupportedModel, match="modelopt"):
-        detect_format(found)
+        detect_format(found.config)
 
 
 @pytest.mark.parametrize("value", ["4", 4.5, True])

@@ -209,7 +209,7 @@ def test_urls_are_compared_without_being_started():
 
     async def main():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(running, "make_client", lambda: make_client(Both()))
+            patch.setattr(running, "LeanTransport", Both)
             subjects = (Url("a", "http://fast"), Url("b", "http://slow"))
             return await running.run(subjects, Prompts((mixed, decode), POOL, "made up"), settings, lambda *_: None)
 

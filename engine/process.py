@@ -1,0 +1,71 @@
+"""The engine's process from the moment it is started, and this side's end of its socket.
+
+Loading takes a while, and so does importing an HTTP server: whoever needs both starts the process first, does the rest
+meanwhile, and hands it to `ProcessClient`. Hence this file imports next to nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from .config import EngineConfig
+
+
+def new_epoch() -> int:
+    """A number that no earlier start of an engine on this machine had."""
+    return time.time_ns()
+
+
+class EngineProcess:
+    """A process that loads this model, reached over a fresh local socket. Its holder must `end` or `release` it."""
+
+    def __init__(self, config: EngineConfig, epoch: int) -> None:
+        self.epoch = epoch
+        self.folder = Path(tempfile.mkdtemp(prefix="llmctl-"))
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.PAIR)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        address = f"ipc://{self.folder}/engine"
+        self.socket.bind(address)
+        settings = msgspec.json.encode(config).decode()
+        command = [sys.executable, "-P", "-m", f"{__package__}.worker", address, str(epoch), settings]
+        self.process = _start(command)
+        self._ended = False
+
+    def end(self) -> None:
+        """Stop the process if it still runs, and clear away what belongs to it. A second call does nothing."""
+        if self._ended:
+            return
+        self._ended = True
+        self.process.terminate()
+        self.release()
+
+    def release(self) -> None:
+        """Clear away what belongs to a process that ends by itself, once it has."""
+        self._ended = True
+        self.socket.close()
+        self.context.term()
+        self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _start(command: list[str]) -> subprocess.Popen[bytes]:
+    """The process, with Ctrl-C blocked from its first instruction on: it belongs to us, and we tell the engine to stop.
+
+    A process inherits what the thread that starts it blocks. Here it comes through as soon as it is let in again.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

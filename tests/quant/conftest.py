@@ -1,0 +1,12 @@
+"""Tiny tensors are computed on one thread: several would mostly wait for each other, more so on a busy machine."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
