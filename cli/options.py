@@ -54,6 +54,14 @@ def parse_count(value: str | int) -> int:
     return int(whole + fraction.ljust(zeros, "0"))
 
 
+def parse_share(value: str | float) -> float:
+    """A share such as 0.9; whether it is one that can be had is checked later."""
+    try:
+        return float(value)
+    except ValueError:
+        raise typer.BadParameter(f"`{value}` is not a share such as 0.9") from None
+
+
 def parse_length(value: str | int) -> int:
     """A context length; `auto` and -1 are 0, which means the model's own."""
     return 0 if str(value).strip() in ("auto", "-1") else parse_count(value)
@@ -157,6 +165,16 @@ def memory_config(
         int,
         _count("--kv-cache-memory-bytes", text="Size of the KV cache, such as 2G; 0: from the memory budget."),
     ] = _DEFAULT.kv_cache_memory_bytes,
+    gpu_memory_utilization: Annotated[
+        float,
+        typer.Option(
+            "--gpu-memory-utilization",
+            metavar="SHARE",
+            parser=parse_share,
+            help="Share of the available memory that the engine may take in all, on any device, such as 0.5; 0: the KV "
+            "cache takes a quarter of what weights leave.",
+        ),
+    ] = _DEFAULT.gpu_memory_utilization,
     model_impl: Annotated[
         str,
         _name(
@@ -177,6 +195,7 @@ def memory_config(
         block_size=block_size,
         num_gpu_blocks_override=num_gpu_blocks_override,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
+        gpu_memory_utilization=gpu_memory_utilization,
         model_impl=model_impl,
     )
     config.check()

@@ -81,6 +81,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype                   auto keeps weights as stored; a float type converts all of them at load
     kv_cache_dtype          auto: float32 for float32 weights, bfloat16 for bfloat16, else float16; fp8 is fp8_e4m3
     num_gpu_blocks_override KV blocks in the pool instead of what the memory budget gives (the flag's name is vLLM's)
+    gpu_memory_utilization  share of the available memory, on any device, that weights, workspace and KV pool may take
+                            together; 0: a quarter of what the first two leave goes to the pool
     seed                    not 0: requests that name no seed get the next of a series made from this one
     model_impl              llmctl is our own decoder, transformers its modules on our cache and kernels; auto takes
                             transformers for what our decoder does not know
@@ -96,6 +98,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: int = 32
     num_gpu_blocks_override: int = 0
     kv_cache_memory_bytes: int = 0
+    gpu_memory_utilization: float = 0.0
     enable_prefix_caching: bool = True
     scheduling_policy: str = "hybrid"
     threads: int = 0
@@ -135,6 +138,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ):
             if not low <= number <= high:
                 raise UsageError(f"{name} is {number}, it must be from {low} to {high}")
+        if not 0 <= self.gpu_memory_utilization <= 1:
+            raise UsageError(
+                f"--gpu-memory-utilization is {self.gpu_memory_utilization:g}, it must be from 0 to 1",
+                "0.9 lets the engine have nine tenths of the available memory",
+            )
         self.speculative_config.check()
 
 

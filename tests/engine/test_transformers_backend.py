@@ -129,7 +129,9 @@ def test_what_our_decoder_refuses_goes_to_transformers(folders: dict[str, Path],
     config = json.loads((tmp_path / "config.json").read_text())
     yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
     (tmp_path / "config.json").write_text(json.dumps({**config, "rope_parameters": yarn}))
-    assert why_transformers(llama, "auto") == "our decoder does not know it: rope type `yarn`"
+    assert why_transformers(llama, "auto") == (
+        "our decoder does not know it: rope type 'yarn' in `rope_type`; supported: default, linear, llama3"
+    )
     tokens = some_tokens(40)
     runner = make_runner(tmp_path, tmp_path / "cache")
     np.testing.assert_allclose(
