@@ -11,6 +11,7 @@ import msgspec
 
 from ..kernels.errors import UsageError
 
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # what runs if nobody names a model; `load/hub.py` knows where it is
 POLICIES = ("hybrid", "fcfs")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")

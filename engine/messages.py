@@ -84,6 +84,12 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
     total: int
 
 
+class Opened(msgspec.Struct, frozen=True, tag="opened"):
+    """Before `Ready`: the model was found, and this is the folder with its tokenizer."""
+
+    folder: str
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The engine could not start, or died: the error's class name, message and hint."""
 
@@ -106,4 +112,4 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
 
 
 Command = Submit | Abort | GetStats | Shutdown
-Event = Ready | Loading | Failed | Outputs | Stats
+Event = Ready | Loading | Opened | Failed | Outputs | Stats

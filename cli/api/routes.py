@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 
 import msgspec
-from fastapi import APIRouter
-from fastapi import Request as HttpRequest
 from msgspec import UNSET, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.routing import Route
 
 from ... import __version__
 from ...engine.frontend import Frontend
@@ -30,13 +30,6 @@ from .translate import chat_messages, chat_sampling, completion_prompts, complet
 
 MAX_BODY = 32 << 20
 
-REQUESTS: dict[str, type[msgspec.Struct]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-}
-
 
 class Endpoints:
     """One method per endpoint."""
@@ -44,10 +37,9 @@ class Endpoints:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    def router(self) -> APIRouter:
+    def routes(self) -> list[Route]:
         """The endpoints under their paths."""
-        router = APIRouter()
-        for path, endpoint, method in (
+        table = [
             ("/v1/chat/completions", self.chat_completions, "POST"),
             ("/v1/completions", self.completions, "POST"),
             ("/v1/models", self.models, "GET"),
@@ -56,11 +48,10 @@ class Endpoints:
             ("/detokenize", self.detokenize, "POST"),
             ("/health", self.health, "GET"),
             ("/version", self.version, "GET"),
-        ):
-            router.add_api_route(path, endpoint, methods=[method], response_model=None)
+        ]
         if self._service.settings.metrics:
-            router.add_api_route("/metrics", self.metrics, methods=["GET"], response_model=None)
-        return router
+            table.append(("/metrics", self.metrics, "GET"))
+        return [Route(path, endpoint, methods=[method]) for path, endpoint, method in table]
 
     async def chat_completions(self, http: HttpRequest) -> Response:
         """Answer a conversation."""
@@ -120,10 +111,10 @@ class Endpoints:
         self._enter(http, "/v1/models")
         return _json(ModelList([self._model(name) for name in self._service.settings.names]))
 
-    async def model(self, http: HttpRequest, name: str) -> Response:
+    async def model(self, http: HttpRequest) -> Response:
         """One of them."""
         self._enter(http, "/v1/models/{id}")
-        return _json(self._model(self._service.check_model(name)))
+        return _json(self._model(self._service.check_model(http.path_params["name"])))
 
     async def tokenize(self, http: HttpRequest) -> Response:
         """Token ids of a text or of a conversation."""

@@ -131,7 +131,7 @@ def test_aborts_and_questions_after_an_engine_process_was_killed_do_not_hang(fol
         request = llm.frontend.request([5] * 20, LONG)
         psutil.Process(client.pid).suspend()
         client.submit(request, ended.put)
-        client.kill()
+        os.kill(client.pid, signal.SIGKILL)
         for _ in range(3000):  # more than a socket would hold for a reader that does not read
             client.abort(request.id)
         assert ended.get().finish is FinishReason.ERROR

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmctl.engine.assemble import build_engine
 from llmctl.engine.config import EngineConfig, SpeculativeConfig, environment
-from llmctl.engine.launch import build_engine
 from llmctl.engine.llm import LLM
 from llmctl.engine.load.hub import resolve
 from llmctl.engine.load.packed import open_packed

@@ -14,8 +14,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from llmctl import LLM, SamplingParams
+from llmctl.engine.assemble import build_engine
 from llmctl.engine.config import EngineConfig, environment
-from llmctl.engine.launch import build_engine
 from llmctl.engine.load.hub import resolve
 from llmctl.engine.load.model import open_model, why_transformers
 from llmctl.engine.load.packed import list_entries, verify
@@ -169,7 +169,7 @@ def test_the_trial_tells_what_it_found(folders: dict[str, Path], tmp_path: Path)
 
 
 def test_a_model_outside_the_promise_is_labelled(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="llmctl.engine.launch"):
+    with caplog.at_level(logging.INFO, logger="llmctl.engine.assemble"):
         engine, info = build_engine(
             EngineConfig(model=str(folders["olmo2"]), max_num_batched_tokens=1, max_num_seqs=1), epoch=1
         )
