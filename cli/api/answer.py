@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from starlette.responses import Response
@@ -83,12 +84,13 @@ class Answer(Response):
         job, service, record = self._job, self._service, self._record
         events = EventStream(send)
         try:
-            frontend = service.frontend()
+            engine = service.ready()
+            frontend = engine.frontend
             with service.admission.admit(job.sequences):
                 requests = await asyncio.to_thread(job.prepare, frontend)
                 tally = record.tally = Tally(requests)
                 shape = job.shape(frontend, requests)
-                with opened(frontend, requests) as deltas:
+                with opened(frontend, engine.mailbox, requests) as deltas:
                     if job.stream:
                         await self._stream(deltas, shape, tally, events)
                     else:
@@ -115,23 +117,24 @@ class Answer(Response):
         gathered = [_Gathered() for _ in range(self._job.sequences)]
         opened_choices: set[int] = set()
         while not deltas.finished:
-            item = await deltas.next(PING_S)
-            if item is None:
+            items = await deltas.next(PING_S)
+            if not items:
                 await events.ping()
                 continue
-            choice, delta = self._note(*item, tally)
-            gathered[choice].add(delta)
-            chunks: list[bytes | None] = []
-            if choice not in opened_choices:
-                opened_choices.add(choice)
-                chunks.append(shape.opening(choice))
-            if delta.text or delta.finish is not None:
-                piece = gathered[choice].take()
-                if piece.text or (piece.tokens and self._job.details):
-                    chunks.append(shape.piece(choice, piece))
-            if delta.finish is not None:
-                chunks.append(shape.ending(choice, delta.finish))
-            await events.send([chunk for chunk in chunks if chunk is not None])
+            chunks: list[bytes] = []
+            for choice, delta in self._noted(items, tally):
+                gathered[choice].add(delta)
+                if choice not in opened_choices:
+                    opened_choices.add(choice)
+                    if (opening := shape.opening(choice)) is not None:
+                        chunks.append(opening)
+                if delta.text or delta.finish is not None:
+                    piece = gathered[choice].take()
+                    if piece.text or (piece.tokens and self._job.details):
+                        chunks.append(shape.piece(choice, piece))
+                if delta.finish is not None:
+                    chunks.append(shape.ending(choice, delta.finish))
+            await events.send(chunks)
         if self._job.include_usage:
             await events.send([shape.totals(tally.usage())])
         await events.done()
@@ -140,22 +143,21 @@ class Answer(Response):
         gathered = [_Gathered() for _ in range(self._job.sequences)]
         finishes: dict[int, FinishReason] = {}
         while not deltas.finished:
-            item = await deltas.next(PING_S)
-            if item is None:
-                continue
-            choice, delta = self._note(*item, tally)
-            gathered[choice].add(delta)
-            if delta.finish is not None:
-                finishes[choice] = delta.finish
+            for choice, delta in self._noted(await deltas.next(PING_S), tally):
+                gathered[choice].add(delta)
+                if delta.finish is not None:
+                    finishes[choice] = delta.finish
         choices = [(gathered[choice].take(), finishes[choice]) for choice in range(self._job.sequences)]
         return shape.whole(choices, tally.usage())
 
-    def _note(self, which: int, delta: TextDelta, tally: Tally) -> tuple[int, TextDelta]:
-        """The delta and the choice it belongs to, after everything that counts has counted it."""
-        choice = which * self._job.samples + delta.index
-        self._record.tokens_came(choice, delta)
-        tally.add(which, delta)
-        return choice, delta
+    def _noted(self, items: Sequence[tuple[int, TextDelta]], tally: Tally) -> Iterator[tuple[int, TextDelta]]:
+        """The deltas and the choices they belong to, each after everything that counts has counted it."""
+        now = time.monotonic()
+        for which, delta in items:
+            choice = which * self._job.samples + delta.index
+            self._record.tokens_came(choice, delta, now)
+            tally.add(which, delta)
+            yield choice, delta
 
 
 class EventStream:

@@ -46,15 +46,14 @@ class Record:
     finishes: dict[FinishReason, int] = field(default_factory=dict)
     last_tokens: dict[int, float] = field(default_factory=dict)  # when each choice last got tokens
 
-    def tokens_came(self, choice: int, delta: TextDelta) -> None:
-        """Take the time of a delta."""
-        now = time.monotonic()
+    def tokens_came(self, choice: int, delta: TextDelta, now: float) -> None:
+        """Take note of a delta that came at this time."""
         if delta.tokens:
             if self.first_token_s is None:
                 self.first_token_s = now - self.started
                 self.metrics.first_token(self.first_token_s)
-            if choice in self.last_tokens:
-                self.metrics.more_tokens(now - self.last_tokens[choice], len(delta.tokens))
+            if (last := self.last_tokens.get(choice)) is not None:
+                self.metrics.more_tokens(now - last, len(delta.tokens))
             self.last_tokens[choice] = now
         if delta.finish is not None:
             self.finishes[delta.finish] = self.finishes.get(delta.finish, 0) + 1

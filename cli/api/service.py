@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ...engine.frontend import Frontend
 from ...engine.request import SamplingParams
 from .admission import Admission
+from .deltas import Mailbox
 from .errors import RETRY_S, ApiError, engine_dead
 from .metrics import Metrics
 from .monitor import Monitor
@@ -20,6 +21,7 @@ from .settings import ServeSettings
 @dataclass(frozen=True, slots=True)
 class _Engine:
     frontend: Frontend
+    mailbox: Mailbox
     monitor: Monitor
 
 
@@ -40,13 +42,13 @@ class Service:
 
     def attach(self, frontend: Frontend, monitor: Monitor) -> None:
         """The model is loaded: requests are served from now on."""
-        self._engine = _Engine(frontend, monitor)
+        self._engine = _Engine(frontend, Mailbox(), monitor)
         self.metrics.watch_engine(lambda: monitor.stats)
 
-    def frontend(self) -> Frontend:
+    def ready(self) -> _Engine:
         """The engine, for a new request. ApiError 503 if it can take none."""
         self.admission.check_open()
-        return self.loaded().frontend
+        return self.loaded()
 
     def loaded(self) -> _Engine:
         """The engine if it is there and alive, else ApiError 503."""
