@@ -67,6 +67,7 @@ def _stats(engine: Engine, steps: int, generated: int, age: float) -> EngineStat
         blocks_free=stats.blocks_free,
         blocks_cached=stats.blocks_cached,
         evictions=stats.evictions,
+        evicted_reused=stats.evicted_reused,
         prompt_tokens=stats.prefix_query_tokens,
         cached_tokens=stats.prefix_hit_tokens,
         generated_tokens=generated,

@@ -37,6 +37,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     blocks_free: int = 0
     blocks_cached: int = 0
     evictions: int = 0
+    evicted_reused: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0

@@ -102,6 +102,7 @@ class _EngineCollector(Collector):
             ("prefix_cache_hits", "Prompt tokens found in it.", stats.cached_tokens),
             ("num_preemptions", "Sequences that had to give their memory up for a while.", stats.preemptions),
             ("kv_evictions", "Cached blocks that were thrown out.", stats.evictions),
+            ("kv_evicted_reused", "Blocks that came back after they were thrown out.", stats.evicted_reused),
             ("spec_decode_num_drafts", "Rows of steps that held drafts.", stats.drafts),
             ("spec_decode_num_draft_tokens", "Tokens drafted.", stats.draft_tokens),
             ("spec_decode_num_accepted_tokens", "Drafted tokens that stood.", stats.accepted_tokens),

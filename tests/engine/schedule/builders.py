@@ -89,7 +89,7 @@ def check_invariants(scheduler: Scheduler) -> None:
 
 def check_tree(tree, block_size: int) -> None:
     reached = []
-    entries = {(id(node), kth, last) for kth, last, _, node in tree._heap}
+    entries = {(id(node), oldest, last) for heap in tree._heaps for oldest, last, _, node in heap}
     below = list(tree._roots.values())
     for node in below:
         below.extend(node.children)
@@ -103,6 +103,6 @@ def check_tree(tree, block_size: int) -> None:
             assert tree.node_of(node.blocks[0]) is node
             assert 0 < len(node.history) <= tree._k and list(node.history) == sorted(node.history, reverse=True)
             if tree._evictable(node):
-                assert (id(node), *tree._rank(node)) in entries, "a victim that eviction would not find"
+                assert (id(node), node.history[-1], node.history[0]) in entries, "a victim that eviction would not find"
     assert len(reached) == len(tree)
     assert len(tree._ghosts) <= tree._max_ghosts
