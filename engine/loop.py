@@ -66,6 +66,8 @@ def _stats(engine: Engine, steps: int, generated: int, age: float) -> EngineStat
         blocks_total=stats.blocks_free + stats.blocks_active + stats.blocks_cached,
         blocks_free=stats.blocks_free,
         blocks_cached=stats.blocks_cached,
+        fragmentation=stats.fragmentation,
+        waste=stats.waste,
         evictions=stats.evictions,
         evicted_reused=stats.evicted_reused,
         prompt_tokens=stats.prefix_query_tokens,

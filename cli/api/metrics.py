@@ -90,6 +90,8 @@ class _EngineCollector(Collector):
             ("kv_blocks", "KV blocks in all.", stats.blocks_total),
             ("kv_blocks_free", "KV blocks that hold nothing.", stats.blocks_free),
             ("kv_blocks_cached", "KV blocks that only the prefix cache holds.", stats.blocks_cached),
+            ("kv_fragmentation", "Share of the blocks not in use that are in no run of 16.", stats.fragmentation),
+            ("kv_waste", "Share of the positions in used blocks that hold no token.", stats.waste),
             ("last_step_age_seconds", "Since the engine's last step; 0 when idle.", stats.last_step_age_s),
         ):  # fmt: skip
             gauge = GaugeMetricFamily(f"llmctl:{name}", text, labels=("model_name",))

@@ -130,7 +130,7 @@ def _serve(pool: BlockPool, tree: PrefixTree, size: int, request: Asked, order: 
     for start in range(len(hit.nodes) * size, len(tokens), size):
         if not pool.num_free and not tree.evict():
             break  # the request alone is larger than the cache
-        block = pool.take()
+        (block,) = pool.take()
         held.append(block)
         parent = tree.insert(parent, tokens[start : start + size], (block,), order)
     for block in reversed(held):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from llmctl.engine.request import Request, SamplingParams
-from llmctl.engine.schedule.blocks import BlockState
+from llmctl.engine.schedule.blocks import BlockPool, BlockState
 from llmctl.engine.schedule.limits import SchedulerConfig
 from llmctl.engine.schedule.scheduler import Scheduler
 
@@ -64,11 +64,11 @@ def check_invariants(scheduler: Scheduler) -> None:
         held = Counter(column[group] for seq in running for column in seq.blocks)
         published = [node.blocks[group] for node in tree]
         assert len(set(published)) == len(published)
-        assert sorted(pool._free) == sorted(set(pool._free))
+        free = check_runs(pool)
         for block in range(pool.num_blocks):
             assert pool.refs(block) == held[block]
             assert pool.published(block) == (block in published)
-            assert (block in pool._free) == (pool.state(block) is BlockState.FREE)
+            assert (block in free) == (pool.state(block) is BlockState.FREE)
         assert pool.num_free + pool.num_cached + pool.num_active == pool.num_blocks
         assert pool.num_cached == sum(pool.state(block) is BlockState.CACHED for block in range(pool.num_blocks))
     check_tree(tree, limits.block_size)
@@ -85,6 +85,21 @@ def check_invariants(scheduler: Scheduler) -> None:
     live = sum(len(samples) for samples in scheduler._requests.values())
     assert scheduler.stats().waiting + scheduler.stats().running == live == scheduler._live
     assert len(scheduler._queue) == len(scheduler._waiting)
+
+
+def check_runs(pool: BlockPool) -> set[int]:
+    """The free blocks, after a look at the runs that they stand in."""
+    runs = dict(pool._free)
+    free = {block for first, order in runs.items() for block in range(first, first + (1 << order))}
+    assert len(free) == sum(1 << order for order in runs.values()) == pool.num_free
+    for first, order in runs.items():
+        assert first % (1 << order) == 0 and first + (1 << order) <= pool.num_blocks
+        assert runs.get(first ^ (1 << order)) != order, "two runs that should be one"
+    idle = [block for block in range(pool.num_blocks) if not pool.refs(block)]
+    runs_of_16 = Counter(block // 16 for block in idle)
+    whole = [count for run, count in runs_of_16.items() if count == min(16, pool.num_blocks - 16 * run)]
+    assert pool.num_in_runs == sum(whole)
+    return free
 
 
 def check_tree(tree, block_size: int) -> None:
