@@ -215,6 +215,15 @@ def engine_config(
             help="Reuse the KV of prompts that begin alike.",
         ),
     ] = _DEFAULT.enable_prefix_caching,
+    cache_eviction: Annotated[
+        str,
+        _name(
+            "--cache-eviction",
+            text="What the prefix cache forgets first: lru-k (what was used fewer than K times, then what was used K "
+            "times longest ago) or lru.",
+        ),
+    ] = _DEFAULT.cache_eviction,
+    cache_eviction_k: Annotated[int, _count("--cache-eviction-k", text="K of lru-k.")] = _DEFAULT.cache_eviction_k,
     scheduling_policy: Annotated[
         str, _name("--scheduling-policy", text=f"Who goes first: {' or '.join(POLICIES)}.")
     ] = _DEFAULT.scheduling_policy,
@@ -243,6 +252,8 @@ def engine_config(
     config = msgspec.structs.replace(
         memory,
         enable_prefix_caching=enable_prefix_caching,
+        cache_eviction=cache_eviction,
+        cache_eviction_k=cache_eviction_k,
         scheduling_policy=scheduling_policy,
         threads=threads,
         seed=seed or 0,

@@ -63,6 +63,7 @@ def scheduler_config(plan: Plan, epoch: int) -> SchedulerConfig:
         num_blocks=(plan.num_blocks,),
         max_model_len=plan.max_model_len,
         enable_prefix_caching=plan.enable_prefix_caching,
+        eviction_k=plan.eviction_k,
         policy=plan.scheduling_policy,
         depth=plan.async_depth,
         speculation=plan.speculation,

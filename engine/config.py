@@ -15,6 +15,7 @@ DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # what runs if nobody names a model; `l
 POLICIES = ("hybrid", "fcfs")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
+EVICTIONS = ("lru-k", "lru")
 SPECULATIVE_METHODS = ("ngram", "none")
 IMPLEMENTATIONS = ("auto", "llmctl", "transformers")
 KERNELS = ("auto", "avx512", "avx2", "generic", "reference")
@@ -81,6 +82,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     dtype                   auto keeps weights as stored; a float type converts all of them at load
     kv_cache_dtype          auto: float32 for float32 weights, bfloat16 for bfloat16, else float16; fp8 is fp8_e4m3
+    cache_eviction          lru-k forgets the block whose K-th last use (`cache_eviction_k`) is oldest, so that content
+                            used once does not push out what is used again and again; lru looks at the last use alone
     num_gpu_blocks_override KV blocks in the pool instead of what the memory budget gives (the flag's name is vLLM's)
     gpu_memory_utilization  share of the available memory, on any device, that weights, workspace and KV pool may take
                             together; 0: a quarter of what the first two leave goes to the pool
@@ -101,6 +104,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_memory_bytes: int = 0
     gpu_memory_utilization: float = 0.0
     enable_prefix_caching: bool = True
+    cache_eviction: str = "lru-k"
+    cache_eviction_k: int = 2
     scheduling_policy: str = "hybrid"
     threads: int = 0
     seed: int = 0
@@ -108,6 +113,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kernels: str = "auto"
     model_impl: str = "auto"
     speculative_config: SpeculativeConfig = SpeculativeConfig()
+
+    @property
+    def eviction_k(self) -> int:
+        """K of the eviction that is asked for; LRU is LRU-1."""
+        return 1 if self.cache_eviction == "lru" else self.cache_eviction_k
 
     @property
     def max_logit_rows(self) -> int:
@@ -121,6 +131,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name, value, choices in (
             ("--dtype", self.dtype, DTYPES),
             ("--kv-cache-dtype", self.kv_cache_dtype, KV_DTYPES),
+            ("--cache-eviction", self.cache_eviction, EVICTIONS),
             ("--scheduling-policy", self.scheduling_policy, POLICIES),
             ("--kernels", self.kernels, KERNELS),
             ("--model-impl", self.model_impl, IMPLEMENTATIONS),
@@ -134,6 +145,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("--max-num-batched-tokens", self.max_num_batched_tokens, 1, 1 << 20),
             ("--num-gpu-blocks-override", self.num_gpu_blocks_override, 0, 1 << 30),
             ("--max-model-len", self.max_model_len, 0, 1 << 24),
+            ("--cache-eviction-k", self.cache_eviction_k, 1, 16),
             ("--threads", self.threads, 0, 1024),
             ("--async-depth", self.async_depth, 1, 2),
         ):

@@ -36,7 +36,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     blocks_total: int = 0
     blocks_free: int = 0
     blocks_cached: int = 0
+    fragmentation: float = 0.0  # of the blocks not in use, those that cannot be had in runs of 16
+    waste: float = 0.0  # of the positions in blocks in use, those that hold no token
     evictions: int = 0
+    evicted_reused: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0

@@ -116,6 +116,8 @@ class _EngineCollector(Collector):
             ("kv_blocks", "KV blocks in all.", stats.blocks_total),
             ("kv_blocks_free", "KV blocks that hold nothing.", stats.blocks_free),
             ("kv_blocks_cached", "KV blocks that only the prefix cache holds.", stats.blocks_cached),
+            ("kv_fragmentation", "Share of the blocks not in use that are in no run of 16.", stats.fragmentation),
+            ("kv_waste", "Share of the positions in used blocks that hold no token.", stats.waste),
             ("last_step_age_seconds", "Since the engine's last step; 0 when idle.", stats.last_step_age_s),
         ):  # fmt: skip
             gauge = GaugeMetricFamily(f"llmctl:{name}", text, labels=("model_name",))
@@ -128,6 +130,7 @@ class _EngineCollector(Collector):
             ("prefix_cache_hits", "Prompt tokens found in it.", stats.cached_tokens),
             ("num_preemptions", "Sequences that had to give their memory up for a while.", stats.preemptions),
             ("kv_evictions", "Cached blocks that were thrown out.", stats.evictions),
+            ("kv_evicted_reused", "Blocks that came back after they were thrown out.", stats.evicted_reused),
             ("spec_decode_num_drafts", "Rows of steps that held drafts.", stats.drafts),
             ("spec_decode_num_draft_tokens", "Tokens drafted.", stats.draft_tokens),
             ("spec_decode_num_accepted_tokens", "Drafted tokens that stood.", stats.accepted_tokens),
