@@ -8,6 +8,7 @@ import contextlib
 import http.client
 import json
 import re
+import signal
 
 import pytest
 
@@ -127,12 +128,19 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_is_one_line(server):
 
 def test_a_storm_of_leaving_clients_takes_no_place_from_those_that_stay(start):
     server = start("--max-num-seqs", "1", "--max-queue", "3")
-    for _ in range(10):
-        gone = [ask(server, "x", max_tokens=1) for _ in range(40)]
-        for connection in gone:
-            connection.close()
-        staying = ask(server, "y", max_tokens=1)
-        assert staying.getresponse().status == 200
+    before = server.idle()
+    server.signal(signal.SIGSTOP)  # so that it hears of all of them at once
+    gone = [ask(server, "x", max_tokens=1) for _ in range(100)]
+    staying = [ask(server, "y", max_tokens=1) for _ in range(4)]
+    for connection in gone:
+        connection.close()
+    server.signal(signal.SIGCONT)
+    assert [connection.getresponse().status for connection in staying] == [200] * 4
+    eventually(lambda: server.stderr.count("status=499") == 100, "a line for each client that left")
+    after = server.idle()
+    assert "status=429" not in server.stderr and server.health()["open"] == 0
+    prompts = re.findall(r"status=200 .*prompt_tokens=(\d+)", server.stderr)
+    assert after["prompt_tokens_total"] - before["prompt_tokens_total"] <= sum(map(int, prompts))
 
 
 def test_a_full_queue_says_when_to_come_again(start):
