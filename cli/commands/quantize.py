@@ -43,7 +43,7 @@ def quantize(
     from ...engine.load.checkpoint import open_checkpoint
     from ...engine.load.hub import resolve
     from ...kernels.device import read_machine
-    from ..quantize.preflight import check_output, check_room, prepare
+    from ..quantize.preflight import check_output, check_room, check_text, prepare
     from ..quantize.run import run
 
     console: Console = context.obj
@@ -52,6 +52,7 @@ def quantize(
         source = resolve(choose_named(asked.model, file), environment=settings, progress=progress)
     work = prepare(open_checkpoint(source), asked)
     check_output(work, asked.overwrite)
+    check_text(work, asked)
     available = read_machine().memory_available
     if dry_run:
         show_plan(console, work, asked, available, json)
