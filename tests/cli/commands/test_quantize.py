@@ -249,15 +249,18 @@ def test_outputs_are_not_overwritten_by_accident(console: Console, model: Path, 
     assert [path.name for path in taken.iterdir()] == ["thesis.txt"]
 
 
-def test_ctrl_c_leaves_nothing(
-    console: Console, model: Path, text: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.TERMINATED)]
+)
+def test_ctrl_c_and_sigterm_leave_nothing(
+    console: Console, model: Path, text: Path, here: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
     def interrupted(*_: object) -> None:
         assert [path.name for path in here.iterdir()] == [".tiny-rtn-g32.partial"]
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
 
     monkeypatch.setattr(steps, "measure_quality", interrupted)
-    assert run(console, model, "--rtn", "--eval-text", text, "--eval-tokens", 64) == ExitCode.INTERRUPTED
+    assert run(console, model, "--rtn", "--eval-text", text, "--eval-tokens", 64) == code
     assert list(here.iterdir()) == []
     assert "Traceback" not in console.stderr.getvalue()
 
