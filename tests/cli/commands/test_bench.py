@@ -196,7 +196,7 @@ def test_ctrl_c_and_sigterm_print_what_was_measured_and_that_it_is_partial(conso
         (["--request-rate", "fast"], "`fast` is not a number"),
         (["--rounds", "0"], "--rounds is 0"),
         (["--rounds", "9999999"], "--rounds is 9999999, it must be from 1 to 1000000"),
-        (["--num-warmups", "-1"], "--num-warmups is -1, it must be from 0 to 1000000"),
+        (["--num-warmups", "9999999"], "--num-warmups is 9999999, it must be from 0 to 1000000"),
         (["--num-prompts", "99999999999"], "--num-prompts is 99999999999, it must be from 1 to 1000000"),
         (["--request-timeout", "0"], "--request-timeout is 0"),
         (["--salt", "x", "--no-salt"], "--salt needs a text and excludes --no-salt"),
