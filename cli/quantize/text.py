@@ -137,14 +137,18 @@ def _hub_rows(repo: str, config: str | None, split: str) -> Iterator[object]:
     except HfHubHTTPError as error:
         if error.response is not None and error.response.status_code == HTTPStatus.NOT_FOUND:
             raise missing from error
-        raise Unreachable(str(error).splitlines()[0]) from error
+        raise Unreachable(_first_line(error)) from error
     except Exception as error:  # the HTTP library differs between versions of huggingface_hub, and so do its errors
-        raise Unreachable((str(error).splitlines() or [type(error).__name__])[0]) from error
+        raise Unreachable(_first_line(error)) from error
     try:
         rows: Iterator[object] = iter(load_dataset(repo, config, split=split, streaming=True))
     except Exception as error:  # an unknown config or split, or a dataset that is a script
         raise UsageError(f"cannot read dataset `{repo}`: {error}", "write it as ID:CONFIG:SPLIT") from error
     return _whole_rows(repo, rows)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _whole_rows(repo: str, rows: Iterator[object]) -> Iterator[object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import huggingface_hub
@@ -130,6 +131,31 @@ def test_a_hub_that_does_not_answer_is_told_from_a_dataset_that_is_not_there(mon
     error[0] = huggingface_hub.errors.HFValidationError("no such name")
     with pytest.raises(UsageError, match="the hub has no dataset `org/a--b`"):
         open_documents("org/a--b", render)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "message"),
+    [(404, UsageError, "the hub has no dataset `org/name`"), (503, Unreachable, "^busy$")],
+)
+def test_a_hub_that_says_no_is_told_from_one_that_is_out_of_order(
+    monkeypatch: pytest.MonkeyPatch, status: int, kind: type[Exception], message: str
+) -> None:
+    class Answered(huggingface_hub.errors.HfHubHTTPError):
+        def __init__(self) -> None:  # a response of the HTTP library differs between versions of huggingface_hub
+            Exception.__init__(self, "busy")
+
+        def __str__(self) -> str:
+            return "busy"
+
+    error = Answered()
+    error.response = SimpleNamespace(status_code=status)
+
+    def info(self: object, repo: str, timeout: float) -> None:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", info)
+    with pytest.raises(kind, match=message):
+        open_documents("org/name", render)
 
 
 @pytest.mark.parametrize("name", ["nosuch", "nosuch.txt", "a/b/c", "a b/c"])
