@@ -1,4 +1,4 @@
-"""What `plan` predicts against what a process takes, on the default model with a pool that was filled: within 3 percent."""
+"""What `plan` predicts against what a process takes that filled its pool: within 3 percent, on the default model."""
 
 import json
 import os
