@@ -52,7 +52,8 @@ class Sampler:
             wanted, accepted, good = chunk.count - chunk.logits_from, 0, True
             while accepted < wanted and (good := bool(finite[row + accepted])):
                 accepted += 1
-                if accepted < wanted and sampled[row + accepted - 1] != chunk.drafts[accepted - 1]:
+                drafted = chunk.drafts[accepted - 1 : accepted]  # nothing where logits alone are wanted
+                if accepted < wanted and drafted != (sampled[row + accepted - 1],):
                     break
             tokens = tuple(sampled[row : row + accepted])
             if wanted and num_top[row] >= 0:
