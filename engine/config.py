@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,6 +61,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def check(self) -> None:
         """Raise UsageError for the first value that cannot work."""
+        _refuse_booleans(self)
         if self.method not in SPECULATIVE_METHODS:
             raise UsageError(
                 f"the method of --speculative-config is `{self.method}`",
@@ -130,6 +132,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def check(self) -> None:
         """Raise UsageError for the first option whose value cannot work on any machine or model."""
+        _refuse_booleans(self)
         for name, value, choices in (
             ("--dtype", self.dtype, DTYPES),
             ("--kv-cache-dtype", self.kv_cache_dtype, KV_DTYPES),
@@ -161,6 +164,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if not 0 <= self.cache_audit <= 1:
             raise UsageError(f"--cache-audit is {self.cache_audit}, it must be from 0 to 1")
         self.speculative_config.check()
+
+
+def _refuse_booleans(config: SpeculativeConfig | EngineConfig) -> None:
+    """Raise UsageError for a number given as True or False, which Python takes for 1 and 0."""
+    for name, kind in typing.get_type_hints(type(config)).items():
+        if kind in (int, float) and isinstance(getattr(config, name), bool):
+            raise UsageError(f"{name} is {getattr(config, name)}, it must be a number")
 
 
 @dataclass(frozen=True, slots=True)

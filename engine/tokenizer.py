@@ -15,6 +15,7 @@ import tokenizers
 from ..kernels.errors import CheckpointError, UsageError
 from .chat_template import Message, render
 from .load.text import ChatInfo
+from .long_text import encode, refuse_hopeless
 from .pieces import TextStream, decoder_style
 
 
@@ -52,15 +53,14 @@ class Tokenizer:
         """Tokens that end a text."""
         return self.chat.eos_ids
 
-    def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids of the text, with the tokens the model wants round it (such as BOS) if `add_special`."""
-        try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
-        except (UnicodeEncodeError, TypeError) as error:
-            raise UsageError(
-                "the text holds a lone surrogate, which is no character", "send text that can be written as UTF-8"
-            ) from error
-        return ids
+    def encode(self, text: str, add_special: bool = True, most: int | None = None) -> list[int]:
+        """Token ids of the text, with the tokens the model wants round it (such as BOS) if `add_special`.
+
+        A text that is far too long for `most` tokens is a CapacityError, without encoding all of it.
+        """
+        if most is not None:
+            refuse_hopeless(self._backend, text, most)
+        return list(encode(self._backend, text, add_special).ids)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of these tokens; bytes that form no character become U+FFFD, unknown ids nothing."""
@@ -125,10 +125,11 @@ class Tokenizer:
         tools: Sequence[Mapping[str, object]] | None = None,
         documents: Sequence[Mapping[str, object]] | None = None,
         variables: Mapping[str, object] | None = None,
+        most: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation. The template writes every special token itself, so none is added."""
+        """Token ids of a conversation, `most` as in `encode`. The template writes every special token itself."""
         text = self.apply_chat_template(messages, add_generation_prompt, tools, documents, variables)
-        return self.encode(text, add_special=False)
+        return self.encode(text, add_special=False, most=most)
 
 
 class IncrementalDecoder:

@@ -22,12 +22,14 @@ from ...engine.request import FinishReason, Request, TokenLogprobs
 from ...kernels.errors import LlmctlError
 from .deltas import Deltas, opened
 from .errors import ApiError, bug, of_llmctl
-from .journal import CLIENT_LEFT, Record
+from .journal import Record
 from .service import Service
 from .shape import Piece, Shape, Tally
 
 log = logging.getLogger(__name__)
 
+TURNS = 2  # of the loop, after which it has heard of a client that left right after its request
+MORE_TURNS = 8  # after which the work of such a client has been cancelled too
 PING_S = 15.0  # a stream that says nothing for so long is sent a comment, lest a proxy close it
 
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -67,8 +69,13 @@ class Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or stop as soon as nobody listens."""
-        working = asyncio.create_task(self._work(scope, receive, send))
         leaving = asyncio.create_task(_client_left(receive))
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        if leaving.done():
+            self._record.client_left()
+            return
+        working = asyncio.create_task(self._work(scope, receive, send, leaving))
         try:
             await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -76,18 +83,21 @@ class Answer(Response):
                 task.cancel()
             await asyncio.gather(working, leaving, return_exceptions=True)
         if working.cancelled():
-            self._record.status, self._record.error = CLIENT_LEFT, "client left"
+            self._record.client_left()
         else:
             working.result()
 
-    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _work(self, scope: Scope, receive: Receive, send: Send, leaving: asyncio.Task[None]) -> None:
         job, service, record = self._job, self._service, self._record
         events = EventStream(send)
         try:
             engine = service.ready()
             frontend = engine.frontend
+            await self._let_others_leave()
             with service.admission.admit(job.sequences):
                 requests = await asyncio.to_thread(job.prepare, frontend)
+                if leaving.done():  # while we were encoding, and it has not been our turn to be cancelled yet
+                    raise asyncio.CancelledError
                 tally = record.tally = Tally(requests)
                 shape = job.shape(frontend, requests)
                 with opened(frontend, engine.mailbox, requests) as deltas:
@@ -98,12 +108,19 @@ class Answer(Response):
                         await Response(body, media_type="application/json")(scope, receive, send)
                 record.answered()
         except Exception as error:  # whatever it is, the client gets an answer
-            answer = self._api_error(error)
+            answer = service.explained(self._api_error(error))
             record.error = answer.code or answer.message
             if events.begun:
                 await events.fail(answer)
             else:
                 await answer.response()(scope, receive, send)
+
+    async def _let_others_leave(self) -> None:
+        """Before a queue is called full: let the loop hear of clients that have left it meanwhile."""
+        for _ in range(MORE_TURNS):
+            if self._service.admission.has_room(self._job.sequences):
+                break
+            await asyncio.sleep(0)
 
     def _api_error(self, error: Exception) -> ApiError:
         if isinstance(error, ApiError):

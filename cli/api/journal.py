@@ -13,6 +13,7 @@ import time
 import uuid
 from dataclasses import dataclass, field
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...engine.frontend import TextDelta
@@ -58,6 +59,10 @@ class Record:
         if delta.finish is not None:
             self.finishes[delta.finish] = self.finishes.get(delta.finish, 0) + 1
             self.metrics.sequence_ended(delta.finish)
+
+    def client_left(self) -> None:
+        """Nobody listens any more."""
+        self.status, self.error = CLIENT_LEFT, "client left"
 
     def answered(self) -> None:
         """The whole answer was sent."""
@@ -111,6 +116,8 @@ class Journal:
 
         try:
             await self._app(scope, receive, noted)
+        except ClientDisconnect:  # in the middle of its body: nobody is left to answer
+            record.client_left()
         except Exception as error:
             log.exception("request %s failed", record.id)
             record.error = type(error).__name__

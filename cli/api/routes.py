@@ -29,6 +29,7 @@ from .text_shape import TextShape
 from .translate import chat_messages, chat_sampling, completion_prompts, completion_sampling
 
 MAX_BODY = 32 << 20
+MOST_TOKENS = 1 << 17  # that /tokenize makes of a text, if the context does not hold more
 
 
 class Endpoints:
@@ -64,7 +65,10 @@ class Endpoints:
             sampling = chat_sampling(asked, self._service.sampling_defaults(frontend))
             sampling.check(frontend.info.vocab_size)
             prompt = frontend.tokenizer.encode_chat(
-                messages, asked.add_generation_prompt is not False, variables=asked.chat_template_kwargs
+                messages,
+                asked.add_generation_prompt is not False,
+                variables=asked.chat_template_kwargs,
+                most=frontend.info.max_model_len,
             )
             return [_request(frontend, prompt, sampling, asked, record, 0)]
 
@@ -128,10 +132,12 @@ class Endpoints:
         messages = None if asked.messages is None else chat_messages(asked.messages)
 
         def encode() -> list[int]:
-            tokenizer = frontend.tokenizer
+            tokenizer, most = frontend.tokenizer, max(MOST_TOKENS, frontend.info.max_model_len)
             if messages is None:
-                return tokenizer.encode(asked.prompt or "", asked.add_special_tokens)
-            return tokenizer.encode_chat(messages, asked.add_generation_prompt, variables=asked.chat_template_kwargs)
+                return tokenizer.encode(asked.prompt or "", asked.add_special_tokens, most)
+            return tokenizer.encode_chat(
+                messages, asked.add_generation_prompt, variables=asked.chat_template_kwargs, most=most
+            )
 
         try:
             tokens = await asyncio.to_thread(encode)

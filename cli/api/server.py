@@ -88,7 +88,11 @@ class Server:
         journal.log.setLevel(logging.INFO if settings.log_requests else logging.WARNING)
 
     async def run(self) -> signal.Signals | None:
-        """Serve until a signal ends it, and return which. Raises LlmctlError if the model cannot be loaded."""
+        """Serve until a signal ends it, and return which.
+
+        Raises LlmctlError if the model cannot be loaded, and EngineDead if the engine ends by itself: whoever watches
+        over the server starts it anew.
+        """
         try:
             await self._http.serve(sockets=[self._listener])
         finally:
@@ -138,7 +142,9 @@ class Server:
     async def _watch(self, client: EngineClient, monitor: Monitor) -> None:
         await monitor.watch()
         if client.failure is not None and not self._signals:
-            log.error("%s; requests are refused from now on", client.failure.message)
+            log.error("%s; the server ends", client.failure.message)
+            self._failure = client.failure
+            self._http.should_exit = True  # open requests have been told, and have `LAST_WORDS_S` to pass it on
 
     def _start_engine(self) -> Frontend:
         with self._console.progress() as progress:
@@ -166,7 +172,7 @@ class Server:
             self._spawn(self._drain(self._client))
 
     async def _drain(self, client: EngineClient) -> None:
-        """Let open requests finish, refuse new ones, then end. What takes too long is told that the engine ended."""
+        """Let open requests finish, refuse new ones, then end. What takes too long is told so."""
         admission, timeout_s = self._service.admission, self._settings.shutdown_timeout_s
         if admission.open:
             self._console.say(
@@ -174,6 +180,7 @@ class Server:
             )
         if left := await admission.drain(timeout_s):
             log.warning("%d sequences did not finish within %g s and are ended", left, timeout_s)
+        self._service.cut_short()
         await asyncio.to_thread(client.close)
         self._http.should_exit = True
 
@@ -181,6 +188,7 @@ class Server:
         """End now. Without an engine every open answer ends at once, unless its client does not read it."""
         self._cancelled.set()
         if self._client is not None:
+            self._service.cut_short()
             self._engine.kill()
         self._http.config.timeout_graceful_shutdown = 1
         self._http.should_exit = True

@@ -11,7 +11,7 @@ from ...engine.frontend import Frontend
 from ...engine.request import SamplingParams
 from .admission import Admission
 from .deltas import Mailbox
-from .errors import RETRY_S, ApiError, engine_dead
+from .errors import ENGINE_DEAD, RETRY_S, ApiError, engine_dead, shutting_down
 from .metrics import Metrics
 from .monitor import Monitor
 from .responses import Health
@@ -35,6 +35,7 @@ class Service:
         self.metrics = Metrics(settings.names[0])
         self._loading = "starting"
         self._engine: _Engine | None = None
+        self._cut_short = False
 
     def report_loading(self, description: str, done: int, total: int) -> None:
         """How far loading has come."""
@@ -44,6 +45,16 @@ class Service:
         """The model is loaded: requests are served from now on."""
         self._engine = _Engine(frontend, Mailbox(), monitor)
         self.metrics.watch_engine(lambda: monitor.stats)
+
+    def cut_short(self) -> None:
+        """The engine is about to be ended by us, whatever is open."""
+        self._cut_short = True
+
+    def explained(self, error: ApiError) -> ApiError:
+        """The error as the client should see it: an engine that we ended is a server that shuts down."""
+        if self._cut_short and error.code == ENGINE_DEAD:
+            return shutting_down("the server shut down before the answer was complete")
+        return error
 
     def ready(self) -> _Engine:
         """The engine, for a new request. ApiError 503 if it can take none."""

@@ -55,8 +55,11 @@ class Sampler:
             wanted, accepted, good = chunk.count - chunk.logits_from, 0, True
             while accepted < wanted and (good := bool(finite[row + accepted])):
                 accepted += 1
-                drafted = accepted - 1 - chunk.known  # the draft's place; the chunk's first rows have none
-                if accepted < wanted and drafted >= 0 and sampled[row + accepted - 1] != chunk.drafts[drafted]:
+                place = (
+                    accepted - 1 - chunk.known
+                )  # of the draft; the chunk's first rows have none, nor what has logits alone
+                drafted = chunk.drafts[max(place, 0) : place + 1]
+                if accepted < wanted and place >= 0 and drafted != (sampled[row + accepted - 1],):
                     break
             tokens = tuple(sampled[row : row + accepted])
             if wanted and num_top[row] >= 0:

@@ -45,6 +45,16 @@ def test_ctrl_c_that_the_interpreter_would_drop_is_obeyed():
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
+def test_a_thread_that_never_ends_does_not_keep_the_command_from_ending():
+    first = (
+        "import atexit, threading; atexit.register(print, 'done at exit'); "
+        "threading.Thread(target=threading.Event().wait).start()"
+    )
+    done = start("nothing", command="--version", first=first)
+    lines = done.stdout.decode().splitlines()
+    assert done.returncode == 0 and lines[0].startswith("llmctl ") and lines[1:] == ["done at exit"]
+
+
 def test_ctrl_c_stays_ignored_where_the_shell_ignores_it():
     done = start("llmctl.cli.app", command="--version", first="signal.signal(signal.SIGINT, signal.SIG_IGN)")
     assert done.returncode == 0 and done.stdout.startswith(b"llmctl ")

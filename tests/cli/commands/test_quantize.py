@@ -166,19 +166,33 @@ def test_limits_that_are_exceeded_end_with_1_and_keep_the_folder(console: Consol
         (["--quantization", "fp8"], "--quantization is `fp8`"),
         (["--bits", "3"], "awq with 3 bits"),
         (["--group-size", "16"], "group size 16"),
+        (["--group-size", "96"], "use 128, 64, 32, or -1"),
+        (["--group-size", "1000000000"], "group size 1000000000"),
+        (["--threads", "9999"], "--threads is 9999, it must be from 1 to 1024"),
+        (["--threads", "9999", "--dry-run"], "--threads is 9999"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--calib-samples", "99999999999"], "--calib-samples is 99999999999, it must be from 1 to 1000000"),
+        (["--eval-tokens", "99999999999"], "--eval-tokens is 99999999999"),
+        (["--eval-tokens", "999999"], "tokens to measure on, 999999 are needed"),
+        (["--output", ""], "--output is empty"),
         (["--strict-group-size"], "group size 128 does not divide 64 inputs"),
         (["--ignore", "nowhere"], "no module matches `--ignore nowhere`"),
         (["--ignore", "proj"], "--ignore leaves nothing to quantize"),
-        (["--rtn", "--calib-samples", "3"], "rtn reads no calibration text"),
+        (["--rtn", "--calib-samples", "3"], "rtn reads no calibration text\n\nhint: use --awq, or leave it out"),
         (["--calib-samples", "0"], "--calib-samples is 0"),
         (["--calib-dataset", "nowhere.txt"], "there is no file `nowhere.txt`"),
+        (["--calib-dataset", "nosuch"], "there is no file `nosuch`"),
+        (["--calib-dataset", "nosuch", "--dry-run"], "there is no file `nosuch`"),
+        (["--eval-text", "nosuch"], "there is no file `nosuch`"),
         (["--eval-text", "nowhere/at/all"], "there is no file `nowhere/at/all`"),
         (["--output", "."], "--output is `.`"),
     ],
 )
-def test_what_cannot_work_is_a_usage_error(
-    console: Console, model: Path, here: Path, line: list[str], message: str
+def test_what_cannot_work_is_a_usage_error_before_any_work(
+    console: Console, model: Path, here: Path, monkeypatch: pytest.MonkeyPatch, line: list[str], message: str
 ) -> None:
+    monkeypatch.setattr(steps, "write_text", None)
+    monkeypatch.setattr(steps, "write_quantized", None)
     assert run(console, model, *line) == ExitCode.USAGE
     assert message in console.stderr.getvalue()
     assert list(here.iterdir()) == []
@@ -230,18 +244,23 @@ def test_outputs_are_not_overwritten_by_accident(console: Console, model: Path, 
     assert "holds no llmctl_quality.json" in console.stderr.getvalue()
     assert run(console, model, "--rtn", "-o", model, "--overwrite") == ExitCode.USAGE
     assert "would replace the model itself" in console.stderr.getvalue()
+    assert run(console, model, "--rtn", "-o", model / "sub" / "out") == ExitCode.USAGE
+    assert "is inside the model's own folder" in console.stderr.getvalue() and not (model / "sub").exists()
     assert [path.name for path in taken.iterdir()] == ["thesis.txt"]
 
 
-def test_ctrl_c_leaves_nothing(
-    console: Console, model: Path, text: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.TERMINATED)]
+)
+def test_ctrl_c_and_sigterm_leave_nothing(
+    console: Console, model: Path, text: Path, here: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
     def interrupted(*_: object) -> None:
         assert [path.name for path in here.iterdir()] == [".tiny-rtn-g32.partial"]
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
 
     monkeypatch.setattr(steps, "measure_quality", interrupted)
-    assert run(console, model, "--rtn", "--eval-text", text, "--eval-tokens", 64) == ExitCode.INTERRUPTED
+    assert run(console, model, "--rtn", "--eval-text", text, "--eval-tokens", 64) == code
     assert list(here.iterdir()) == []
     assert "Traceback" not in console.stderr.getvalue()
 
