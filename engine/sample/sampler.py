@@ -55,11 +55,9 @@ class Sampler:
             wanted, accepted, good = chunk.count - chunk.logits_from, 0, True
             while accepted < wanted and (good := bool(finite[row + accepted])):
                 accepted += 1
-                place = (
-                    accepted - 1 - chunk.known
-                )  # of the draft; the chunk's first rows have none, nor what has logits alone
-                drafted = chunk.drafts[max(place, 0) : place + 1]
-                if accepted < wanted and place >= 0 and drafted != (sampled[row + accepted - 1],):
+                place = accepted - 1 - chunk.known  # of the draft; known rows have none, nor has one for logits alone
+                last = sampled[row + accepted - 1]
+                if accepted < wanted and place >= 0 and chunk.drafts[place : place + 1] != (last,):
                     break
             tokens = tuple(sampled[row : row + accepted])
             if wanted and num_top[row] >= 0:
