@@ -224,6 +224,14 @@ def engine_config(
         ),
     ] = _DEFAULT.cache_eviction,
     cache_eviction_k: Annotated[int, _count("--cache-eviction-k", text="K of lru-k.")] = _DEFAULT.cache_eviction_k,
+    cache_audit: Annotated[
+        float,
+        typer.Option(
+            "--cache-audit",
+            metavar="SHARE",
+            help="Share of prefix hits (0 to 1) that are computed again and compared bit for bit.",
+        ),
+    ] = _DEFAULT.cache_audit,
     scheduling_policy: Annotated[
         str, _name("--scheduling-policy", text=f"Who goes first: {' or '.join(POLICIES)}.")
     ] = _DEFAULT.scheduling_policy,
@@ -254,6 +262,7 @@ def engine_config(
         enable_prefix_caching=enable_prefix_caching,
         cache_eviction=cache_eviction,
         cache_eviction_k=cache_eviction_k,
+        cache_audit=cache_audit,
         scheduling_policy=scheduling_policy,
         threads=threads,
         seed=seed or 0,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from .audit import AuditedEngine
 from .config import EngineConfig, environment
-from .engine import Engine, StepRunner
+from .engine import Core, Engine, StepRunner
 from .load.hub import resolve as resolve_source
 from .load.model import Model, open_model
 from .load.progress import Progress
@@ -35,14 +36,14 @@ def build_engine(
     epoch: int,
     progress: Progress | None = None,
     record: Callable[[bytes], None] | None = None,
-) -> tuple[Engine, EngineInfo]:
+) -> tuple[Core, EngineInfo]:
     """An engine on this thread, for a loop or a test to drive. `record` gets every encoded Step before it runs."""
     return assemble(config, find_model(config, progress), epoch=epoch, record=record)
 
 
 def assemble(
     config: EngineConfig, model: Model, *, epoch: int, record: Callable[[bytes], None] | None = None
-) -> tuple[Engine, EngineInfo]:
+) -> tuple[Core, EngineInfo]:
     """An engine for a model that is already open; `record` as in `build_engine`."""
     plan, budget = resolve(config, model)
     log.info("plan: %s", plan)
@@ -50,7 +51,9 @@ def assemble(
     runner = Runner(model, plan)
     same_bits = plan.model_impl == "llmctl" or _tried(runner, model, plan)
     driven: StepRunner = runner if record is None else RecordingRunner(runner, record)
-    engine = Engine(Scheduler(scheduler_config(plan, epoch)), driven, plan.async_depth)
+    engine: Core = Engine(Scheduler(scheduler_config(plan, epoch)), driven, plan.async_depth)
+    if config.cache_audit:
+        engine = AuditedEngine(engine, config.cache_audit)
     return engine, _info(model, plan, epoch, same_bits)
 
 
@@ -67,6 +70,7 @@ def scheduler_config(plan: Plan, epoch: int) -> SchedulerConfig:
         policy=plan.scheduling_policy,
         depth=plan.async_depth,
         speculation=plan.speculation,
+        max_logit_rows=plan.max_logit_rows,
         epoch=epoch,
     )
 

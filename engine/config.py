@@ -92,6 +92,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seed                    not 0: requests that name no seed get the next of a series made from this one
     model_impl              llmctl is our own decoder, transformers its modules on our cache and kernels; auto takes
                             transformers for what our decoder does not know
+    cache_audit             share of the requests with a prefix hit whose prompt is computed again, to compare the bits
     async_depth             steps in flight; 2 overlaps scheduling with computing and gives the tokens of 1
     """
 
@@ -108,6 +109,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_prefix_caching: bool = True
     cache_eviction: str = "lru-k"
     cache_eviction_k: int = 2
+    cache_audit: float = 0.0
     scheduling_policy: str = "hybrid"
     threads: int = 0
     seed: int = 0
@@ -159,6 +161,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization:g}, it must be from 0 to 1",
                 "0.9 lets the engine have nine tenths of the available memory",
             )
+        if not 0 <= self.cache_audit <= 1:
+            raise UsageError(f"--cache-audit is {self.cache_audit}, it must be from 0 to 1")
         self.speculative_config.check()
 
 

@@ -25,6 +25,23 @@ class StepRunner(Protocol):
     def close(self) -> None: ...
 
 
+class Core(Protocol):
+    """What drives an engine sees of it, see Engine."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add(self, request: Request) -> None: ...
+
+    def abort(self, request_id: str, index: int | None = None) -> tuple[Output, ...]: ...
+
+    def step(self) -> tuple[Output, ...]: ...
+
+    def stats(self) -> SchedulerStats: ...
+
+    def close(self) -> None: ...
+
+
 class Engine:
     """Requests to outputs. At most `depth` steps are in flight; depth 2 gives the tokens of depth 1."""
 

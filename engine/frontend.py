@@ -20,7 +20,7 @@ from ..kernels.errors import CapacityError, UsageError
 from .client import EngineClient
 from .messages import EngineInfo, EngineStats
 from .open_requests import OnOutput
-from .request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
+from .request import MAX_LOGPROBS, FinishReason, Output, Request, SamplingParams, TokenLogprobs
 from .schedule.sequence import mix_seed
 from .tokenizer import IncrementalDecoder, StopMatcher, Tokenizer
 
@@ -42,6 +42,7 @@ class TextDelta:
     text: str
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with sequence 0's first delta, if they were asked for
     finish: FinishReason | None = None
     error: str = ""
     usage: Usage | None = None
@@ -108,6 +109,8 @@ class Frontend:
                 f"set max_tokens to {room} or less",
             )
         stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self.tokenizer.eos_ids))
+        if sampling.use_beam_search:
+            _check_beams(sampling.beam_width, len(stop_ids), vocab)
         return Request(
             id=request_id or uuid.uuid4().hex,
             prompt=tuple(ids),
@@ -136,6 +139,16 @@ class Frontend:
     def close(self) -> None:
         """Stop the engine."""
         self.client.close()
+
+
+def _check_beams(width: int, stops: int, vocab: int) -> None:
+    """UsageError if the sampler cannot name enough likely tokens for the beams to choose from."""
+    limit = min(MAX_LOGPROBS, vocab) - stops
+    if width > limit:
+        raise UsageError(
+            f"a beam search of width {width} with {stops} stop tokens needs {width + stops} logprobs for each token",
+            f"use at most {limit} beams" if limit > 0 else "use fewer stop tokens",
+        )
 
 
 def _room(count: int, limit: int) -> int:
@@ -253,6 +266,7 @@ class TextAssembler:
             "".join(pieces),
             output.tokens[:taken],
             output.logprobs[:taken],
+            output.prompt_logprobs,
             finish,
             output.error,
             None if finish is None else self._usage(sequence),

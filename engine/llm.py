@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..kernels.errors import UsageError
+from .beam_records import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from .config import EngineConfig, SpeculativeConfig
 from .frontend import Generation
 from .launch import launch
@@ -16,6 +17,7 @@ from .request import FinishReason, Output, Request, SamplingParams, TokenLogprob
 from .tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+PromptDict = Mapping[str, str | Sequence[int]]
 Message = dict[str, str]
 
 _PROMPTS = "a prompt is a text or a list of token ids; several are a list of those"
@@ -42,13 +44,17 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A prompt and its completions, `outputs` in order of index."""
+    """A prompt and its completions, `outputs` in order of index.
+
+    `prompt_logprobs`, if asked for, has one entry per token of the prompt; the first has no probability and is None.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     num_cached_tokens: int
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 class LLM:
@@ -74,6 +80,7 @@ class LLM:
         num_gpu_blocks_override: int = 0,
         kv_cache_memory_bytes: int = 0,
         enable_prefix_caching: bool = True,
+        cache_audit: float = 0.0,
         scheduling_policy: str = "hybrid",
         threads: int = 0,
         seed: int = 0,
@@ -94,6 +101,7 @@ class LLM:
             num_gpu_blocks_override=num_gpu_blocks_override,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             enable_prefix_caching=enable_prefix_caching,
+            cache_audit=cache_audit,
             scheduling_policy=scheduling_policy,
             threads=threads,
             seed=seed,
@@ -126,6 +134,27 @@ class LLM:
         """Answer one conversation, or several at once, through the model's chat template."""
         prompts = [self.frontend.chat_prompt(conversation) for conversation in _conversations(messages)]
         return self.generate(prompts, sampling_params or self.frontend.sampling_defaults)
+
+    def beam_search(
+        self, prompts: Prompt | PromptDict | Sequence[Prompt | PromptDict], params: BeamSearchParams
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best continuations of each prompt, found as transformers' `generate` with num_beams does.
+
+        A prompt may also be vLLM's dict with `prompt` or `prompt_token_ids`.
+        """
+        results = self.generate([_plain(each) for each in _listed(prompts)], params.sampling())
+        return [
+            BeamSearchOutput(tuple(self._hypothesis(result, one, params) for one in result.outputs))
+            for result in results
+        ]
+
+    def _hypothesis(self, result: RequestOutput, one: CompletionOutput, params: BeamSearchParams) -> BeamSearchSequence:
+        tokens = (*result.prompt_token_ids, *one.token_ids)
+        stopped = one.finish_reason is FinishReason.STOP and not params.include_stop_str_in_output
+        text = self.get_tokenizer().decode(list(tokens[:-1] if stopped else tokens))
+        total = one.cumulative_logprob or 0.0
+        score = total / max(1, len(one.token_ids)) ** params.length_penalty
+        return BeamSearchSequence(tokens, text, one.logprobs or (), total, score, one.finish_reason, one.error)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -175,6 +204,7 @@ class _Collector:
         self._finish: list[FinishReason | None] = [None] * count
         self._errors = [""] * count
         self._cached = 0
+        self._prompt: tuple[TokenLogprobs, ...] = ()
 
     def push(self, output: Output) -> None:
         delta = self.generation.take(output)
@@ -183,6 +213,7 @@ class _Collector:
         self._texts[delta.index].append(delta.text)
         self._tokens[delta.index].extend(delta.tokens)
         self._logprobs[delta.index].extend(delta.logprobs)
+        self._prompt = self._prompt or delta.prompt_logprobs
         self._cached = max(self._cached, output.cached_tokens)
         self._finish[delta.index] = delta.finish or self._finish[delta.index]
         self._errors[delta.index] = delta.error
@@ -194,14 +225,15 @@ class _Collector:
         for index, finish in enumerate(self._finish):
             assert finish is not None, f"sequence {index} of {request.id} has not finished"
             logprobs = tuple(self._logprobs[index])
-            total = sum(entry.logprob for entry in logprobs) if wanted else None
+            total = sum(entry.logprob for entry in logprobs) if logprobs else None
             text = "".join(self._texts[index])
             tokens = tuple(self._tokens[index])
             error = self._errors[index]
             completions.append(
                 CompletionOutput(index, text, tokens, total, logprobs if wanted else None, finish, error)
             )
-        return RequestOutput(request.id, prompt, request.prompt, tuple(completions), self._cached)
+        of_prompt = None if request.sampling.prompt_logprobs is None else (None, *self._prompt)
+        return RequestOutput(request.id, prompt, request.prompt, tuple(completions), self._cached, of_prompt)
 
 
 def _speculation(given: SpeculativeConfig | dict[str, str | int] | None) -> SpeculativeConfig:
@@ -221,6 +253,21 @@ def _prompts(given: object) -> list[Prompt]:
         if not isinstance(item, str) and not all(map(_is_token, _items(item, f"prompt {number} is"))):
             raise UsageError(f"prompt {number} is {_shown(item)}", _PROMPTS)
     return items
+
+
+def _listed(prompts: object) -> list[Any]:
+    """The prompts one by one, vLLM's dicts among them left as they are."""
+    items = [prompts] if isinstance(prompts, str | Mapping) else _items(prompts, "prompts are")
+    return [items] if items and all(_is_token(item) for item in items) else items
+
+
+def _plain(prompt: Prompt | PromptDict) -> Prompt:
+    """A prompt out of vLLM's dict, if it is one that says nothing else."""
+    if isinstance(prompt, Mapping) and len(prompt) == 1:
+        for name in ("prompt", "prompt_token_ids"):
+            if name in prompt:
+                return prompt[name]
+    return prompt  # type: ignore[return-value]  # what is no prompt is refused where all prompts are read
 
 
 def _conversations(given: object) -> list[list[Message]]:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable
 
 from ..kernels.errors import EngineDead
-from .engine import Engine
+from .engine import Core
 from .loop import run_loop
 from .messages import Abort, Command, EngineInfo, EngineStats, Event, GetStats, Outputs, Shutdown, Stats, Submit
 from .open_requests import OnOutput, OpenRequests, Tickets, stats_or_raise
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 class LocalClient:
     """Runs the engine on a thread of this process."""
 
-    def __init__(self, engine: Engine, info: EngineInfo) -> None:
+    def __init__(self, engine: Core, info: EngineInfo) -> None:
         self.info = info
         self._engine = engine
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()

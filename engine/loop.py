@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from ..kernels.errors import LlmctlError
-from .engine import Engine
+from .engine import Core
 from .messages import Abort, Command, EngineStats, Event, GetStats, Outputs, Shutdown, Stats, Submit
 from .request import FinishReason, Output, Request
 
@@ -14,7 +14,7 @@ Inbox = Callable[[bool], Iterable[Command]]  # inbox(wait): the commands that ha
 Emit = Callable[[Event], None]
 
 
-def run_loop(engine: Engine, epoch: int, inbox: Inbox, emit: Emit) -> None:
+def run_loop(engine: Core, epoch: int, inbox: Inbox, emit: Emit) -> None:
     """Serve commands until Shutdown. An error of one request ends that request only; any other error is raised."""
     steps, generated, last_step = 0, 0, time.monotonic()
     while True:
@@ -38,7 +38,7 @@ def run_loop(engine: Engine, epoch: int, inbox: Inbox, emit: Emit) -> None:
             last_step = time.monotonic()
 
 
-def _submit(engine: Engine, epoch: int, request: Request, emit: Emit) -> None:
+def _submit(engine: Core, epoch: int, request: Request, emit: Emit) -> None:
     try:
         engine.add(request)
     except LlmctlError as error:
@@ -57,7 +57,7 @@ def _emit_outputs(outputs: tuple[Output, ...], emit: Emit) -> None:
         emit(Outputs(outputs))
 
 
-def _stats(engine: Engine, steps: int, generated: int, age: float) -> EngineStats:
+def _stats(engine: Core, steps: int, generated: int, age: float) -> EngineStats:
     stats = engine.stats()
     return EngineStats(
         waiting=stats.waiting,
@@ -76,6 +76,8 @@ def _stats(engine: Engine, steps: int, generated: int, age: float) -> EngineStat
         drafts=stats.drafts,
         draft_tokens=stats.draft_tokens,
         accepted_tokens=stats.accepted_tokens,
+        cache_audits=stats.audits,
+        cache_audit_failures=stats.audit_failures,
         steps=steps,
         last_step_age_s=age,
     )

@@ -44,9 +44,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     temperature 0 is greedy. top_k 0 (or -1), top_p 1 and min_p 0 switch that truncation off. `logprobs` asks for the
     log-probability of each chosen token and of that many most likely ones (0: only the chosen one). `seed` None draws
     one at admission. `stop` strings are not part of the returned text unless `include_stop_str_in_output`.
+
+    `prompt_logprobs` asks for the same of the prompt's tokens, the first excepted. Logits are computed for every
+    position then, so such a request does not use the prefix cache: a cached position has K and V, but no logits.
+
+    With `use_beam_search` nothing is sampled: `best_of` beams (as many as `n` if it is None) are followed, and the n
+    best hypotheses come back, best first, by sum of logprobs / tokens ** length_penalty. `early_stopping` is
+    transformers': True stops at `best_of` finished hypotheses, False where none is likely to get better, "never" where
+    none can.
     """
 
     n: int = 1
+    best_of: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
     temperature: float = 1.0
@@ -62,8 +71,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
         """Take what OpenAI's and vLLM's users write: one stop string, a list, None for nothing."""
@@ -75,6 +88,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             force(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         if self.logit_bias is None:
             force(self, "logit_bias", {})
+
+    @property
+    def beam_width(self) -> int:
+        """Beams that are followed, 0 without beam search."""
+        return (self.best_of or self.n) if self.use_beam_search else 0
 
     def check(self, vocab_size: int) -> None:
         """Raise ParameterError for the first field whose value cannot work, naming the value and the limit."""
@@ -97,6 +115,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ParameterError(
                 "repetition_penalty", "`repetition_penalty` is 0, it must be above 0", "1 switches it off"
             )
+        if self.best_of is not None and (self.best_of < self.n or (self.best_of > self.n and not self.use_beam_search)):
+            raise ParameterError(
+                "best_of",
+                f"`best_of` is {self.best_of} with `n` {self.n}",
+                "it is the width of a beam search, at least n: set `use_beam_search`, or leave it out",
+            )
+        if self.use_beam_search:
+            self._check_beams()
         if any(not text for text in self.stop):
             raise ParameterError("stop", "`stop` holds an empty string, which would match everywhere", "remove it")
         for name, tokens in (("stop_token_ids", self.stop_token_ids), ("logit_bias", tuple(self.logit_bias))):
@@ -110,10 +136,43 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     "logit_bias", f"`logit_bias` of token {token} is {bias}, it must be from -100 to 100"
                 )
 
+    def _check_beams(self) -> None:
+        if self.early_stopping not in (True, False, "never"):
+            raise ParameterError(
+                "early_stopping", f"`early_stopping` is {self.early_stopping!r}", 'use true, false or "never"'
+            )
+        if self.temperature not in (0.0, 1.0):
+            raise ParameterError(
+                "temperature",
+                f"`temperature` is {self.temperature} with beam search, which follows the model's own probabilities",
+                "leave it out",
+            )
+        for name in ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            if (value := getattr(self, name)) not in (_NEUTRAL[name], -1 if name == "top_k" else _NEUTRAL[name]):
+                raise ParameterError(name, f"`{name}` is {value}, beam search does not sample", "leave it out")
+        if self.logit_bias:
+            raise ParameterError("logit_bias", "`logit_bias` is not supported with beam search", "leave it out")
+        if self.stop:
+            raise ParameterError(
+                "stop", "`stop` strings are not supported with beam search", "stop at tokens: `stop_token_ids`"
+            )
+        if self.max_tokens == 0:
+            raise ParameterError("max_tokens", "`max_tokens` is 0, beam search needs at least 1")
 
+
+_NEUTRAL = {
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 _KINDS = typing.get_type_hints(SamplingParams)
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("n", 1, MAX_N),
+    ("best_of", 1, MAX_N),
+    ("length_penalty", -100.0, 100.0),
     ("max_tokens", 0, 1 << 30),
     ("min_tokens", 0, 1 << 30),
     ("temperature", 0.0, 100.0),
@@ -125,6 +184,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("frequency_penalty", -2.0, 2.0),
     ("seed", -(1 << 63), (1 << 64) - 1),
     ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
 )
 
 
@@ -164,6 +224,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     epoch    which start of the engine produced it
     index    which of the request's n sequences
     first    index of tokens[0] among the sequence's generated tokens
+    prompt_logprobs  of the prompt's tokens after the first, if they were asked for; with sequence 0's first output
     """
 
     request_id: str
@@ -172,6 +233,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     first: int
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish: FinishReason | None = None
     cached_tokens: int = 0  # prompt tokens served by the prefix cache
     error: str = ""

@@ -133,6 +133,7 @@ class Answer(Response):
     async def _stream(self, deltas: Deltas, shape: Shape, tally: Tally, events: EventStream) -> None:
         gathered = [_Gathered() for _ in range(self._job.sequences)]
         opened_choices: set[int] = set()
+        of_prompts: dict[int, tuple[TokenLogprobs, ...]] = {}  # they come with the first delta of each request
         while not deltas.finished:
             items = await deltas.next(PING_S)
             if not items:
@@ -141,9 +142,10 @@ class Answer(Response):
             chunks: list[bytes] = []
             for choice, delta in self._noted(items, tally):
                 gathered[choice].add(delta)
+                of_prompt = of_prompts.setdefault(choice // self._job.samples, delta.prompt_logprobs)
                 if choice not in opened_choices:
                     opened_choices.add(choice)
-                    if (opening := shape.opening(choice)) is not None:
+                    if (opening := shape.opening(choice, of_prompt)) is not None:
                         chunks.append(opening)
                 if delta.text or delta.finish is not None:
                     piece = gathered[choice].take()
@@ -159,12 +161,17 @@ class Answer(Response):
     async def _whole(self, deltas: Deltas, shape: Shape, tally: Tally) -> bytes:
         gathered = [_Gathered() for _ in range(self._job.sequences)]
         finishes: dict[int, FinishReason] = {}
+        of_prompts: dict[int, tuple[TokenLogprobs, ...]] = {}
         while not deltas.finished:
             for choice, delta in self._noted(await deltas.next(PING_S), tally):
                 gathered[choice].add(delta)
+                of_prompts.setdefault(choice // self._job.samples, delta.prompt_logprobs)
                 if delta.finish is not None:
                     finishes[choice] = delta.finish
-        choices = [(gathered[choice].take(), finishes[choice]) for choice in range(self._job.sequences)]
+        choices = [
+            (gathered[choice].take(of_prompts[choice // self._job.samples]), finishes[choice])
+            for choice in range(self._job.sequences)
+        ]
         return shape.whole(choices, tally.usage())
 
     def _noted(self, items: Sequence[tuple[int, TextDelta]], tally: Tally) -> Iterator[tuple[int, TextDelta]]:
@@ -223,8 +230,8 @@ class _Gathered:
         self._tokens += delta.tokens
         self._logprobs += delta.logprobs
 
-    def take(self) -> Piece:
-        piece = Piece("".join(self._texts), tuple(self._tokens), tuple(self._logprobs))
+    def take(self, of_prompt: tuple[TokenLogprobs, ...] = ()) -> Piece:
+        piece = Piece("".join(self._texts), tuple(self._tokens), tuple(self._logprobs), of_prompt)
         for gathered in (self._texts, self._tokens, self._logprobs):
             gathered.clear()
         return piece

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ...engine.request import FinishReason
+from ...engine.request import FinishReason, TokenLogprobs
 from ...engine.tokenizer import Tokenizer
 from .responses import (
     ChatChoice,
@@ -41,7 +41,7 @@ class ChatShape:
         self._logprobs, self._chunk_usage, self._prompt = logprobs, chunk_usage, prompt
         self._frames: dict[int, Frame] = {}  # by choice, where pieces are nothing but text
 
-    def opening(self, choice: int) -> bytes:
+    def opening(self, choice: int, of_prompt: tuple[TokenLogprobs, ...]) -> bytes:
         """The assistant's role."""
         delta = Delta(role="assistant", content="", refusal=None)
         chunk = self._chunk([ChatChunkChoice(choice, delta)], self._chunk_usage)

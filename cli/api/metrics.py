@@ -128,6 +128,8 @@ class _EngineCollector(Collector):
             ("generation_tokens", "Tokens generated.", stats.generated_tokens),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prompt_tokens),
             ("prefix_cache_hits", "Prompt tokens found in it.", stats.cached_tokens),
+            ("cache_audits", "Prefix hits that were computed again.", stats.cache_audits),
+            ("cache_audit_failures", "Those that had other bits.", stats.cache_audit_failures),
             ("num_preemptions", "Sequences that had to give their memory up for a while.", stats.preemptions),
             ("kv_evictions", "Cached blocks that were thrown out.", stats.evictions),
             ("kv_evicted_reused", "Blocks that came back after they were thrown out.", stats.evicted_reused),

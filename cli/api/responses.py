@@ -90,11 +90,14 @@ class ChatChunk(msgspec.Struct):
 
 
 class TextLogprobs(msgspec.Struct):
-    """Parallel lists, one entry per token; `text_offset` counts characters from the start of the choice's text."""
+    """Parallel lists, one entry per token; `text_offset` counts characters from the start of the choice's text.
+
+    The first token of an echoed prompt follows nothing, so that its entries are null.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 

@@ -103,6 +103,7 @@ class Endpoints:
                 Heading("cmpl-" + record.id, int(time.time()), model, frontend.info.fingerprint),
                 frontend.tokenizer,
                 [_echo(frontend, prompt) if asked.echo else "" for prompt, _ in choices],
+                [request.prompt for _, request in choices] if asked.echo and asked.logprobs is not None else None,
                 asked.logprobs,
                 _chunk_usage(asked),
                 [request.prompt for _, request in choices] if asked.return_token_ids else None,

@@ -33,6 +33,10 @@ class Generate(Strict):
 
     model: str | None = None
     n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -111,7 +115,6 @@ class CompletionRequest(Generate, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
-    best_of: Any = None
     suffix: Any = None
 
 
@@ -147,7 +150,7 @@ _NEUTRAL: dict[type[msgspec.Struct], dict[str, tuple[object, ...]]] = {
         "web_search_options": (),
         "moderation": (),
     },
-    CompletionRequest: {"best_of": (1,), "suffix": ("",)},
+    CompletionRequest: {"suffix": ("",)},
     Message: {"refusal": ("",), "annotations": ([],), "audio": (), "tool_calls": ([],), "function_call": ()},
 }
 

@@ -25,11 +25,16 @@ class Heading:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive tokens of one choice and the text they made. `logprobs` are empty if they were not asked for."""
+    """Consecutive tokens of one choice and the text they made.
+
+    `logprobs` are empty if they were not asked for, as are `of_prompt`: those of the tokens of the choice's prompt but
+    the first, in the choice's first piece.
+    """
 
     text: str
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
+    of_prompt: tuple[TokenLogprobs, ...] = ()
 
 
 class Frame:
@@ -52,8 +57,8 @@ class Frame:
 class Shape(Protocol):
     """Writes an answer as the JSON of one endpoint. Choices are numbered through: prompt by prompt, n for each."""
 
-    def opening(self, choice: int) -> bytes | None:
-        """The chunk that comes before a choice's text, if there is one."""
+    def opening(self, choice: int, of_prompt: tuple[TokenLogprobs, ...]) -> bytes | None:
+        """The chunk that comes before a choice's text, if there is one; it may show the prompt's logprobs."""
 
     def piece(self, choice: int, piece: Piece) -> bytes:
         """A chunk of text."""

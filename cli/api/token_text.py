@@ -24,7 +24,7 @@ class TextLogprobsWriter:
 
     def write(self, tokens: tuple[int, ...], entries: tuple[TokenLogprobs, ...]) -> TextLogprobs:
         """The lists for these tokens."""
-        written = TextLogprobs([], [], [] if self._with_top else None, [])
+        written = self._empty()
         for token, entry in zip(tokens, entries, strict=True):
             name = _name(self._tokenizer, token)
             written.tokens.append(name)
@@ -37,6 +37,35 @@ class TextLogprobsWriter:
                 top.setdefault(name, max(entry.logprob, LOWEST))
                 written.top_logprobs.append(top)
         return written
+
+    def write_prompt(self, tokens: tuple[int, ...], entries: tuple[TokenLogprobs, ...]) -> TextLogprobs:
+        """The lists for an echoed prompt, whose first token has no entry; what is written next comes after it."""
+        after, self._offset = self._offset, 0
+        first = self._empty()
+        name = _name(self._tokenizer, tokens[0])
+        first.tokens.append(name)
+        first.token_logprobs.append(None)
+        first.text_offset.append(0)
+        if first.top_logprobs is not None:
+            first.top_logprobs.append(None)
+        self._offset += len(name)
+        rest = self.write(tokens[1:], entries)
+        self._offset = after
+        return joined(first, rest)
+
+    def _empty(self) -> TextLogprobs:
+        return TextLogprobs([], [], [] if self._with_top else None, [])
+
+
+def joined(first: TextLogprobs, second: TextLogprobs) -> TextLogprobs:
+    """The lists of both, made by the same writer."""
+    top = None if second.top_logprobs is None else [*(first.top_logprobs or ()), *second.top_logprobs]
+    return TextLogprobs(
+        [*first.tokens, *second.tokens],
+        [*first.token_logprobs, *second.token_logprobs],
+        top,
+        [*first.text_offset, *second.text_offset],
+    )
 
 
 def _top(tokenizer: Tokenizer, token: int, logprob: float) -> TopLogprob:

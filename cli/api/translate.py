@@ -40,12 +40,9 @@ def chat_sampling(asked: ChatRequest, defaults: SamplingParams) -> SamplingParam
 def completion_sampling(asked: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
     """How to sample for a completion request."""
     _check_logprobs(asked.logprobs, "logprobs")
-    if asked.echo and asked.logprobs is not None:
-        raise ApiError(
-            400, "`echo` with `logprobs` is not supported: there are no logprobs of the prompt", param="logprobs"
-        )
+    of_prompt = asked.logprobs if asked.echo else None
     limit = DEFAULT_COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
-    return _sampling(asked, defaults, {"max_tokens": limit, "logprobs": asked.logprobs})
+    return _sampling(asked, defaults, {"max_tokens": limit, "logprobs": asked.logprobs, "prompt_logprobs": of_prompt})
 
 
 def completion_prompts(asked: CompletionRequest) -> list[str | list[int]]:
@@ -91,6 +88,8 @@ def _texts(parts: list[Part], where: str) -> list[str]:
 
 def _sampling(asked: Generate, defaults: SamplingParams, changes: dict[str, object]) -> SamplingParams:
     given = msgspec.structs.asdict(asked)
+    if asked.use_beam_search:  # what the model's makers recommend is for sampling
+        defaults = SamplingParams(max_tokens=defaults.max_tokens)
     changes |= {name: given[name] for name in _SHARED if name not in changes}
     changes["stop"] = _stops(asked.stop)
     if asked.stop_token_ids is not None:

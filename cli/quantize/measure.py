@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ...engine.assemble import assemble
 from ...engine.config import EngineConfig
-from ...engine.engine import Engine
+from ...engine.engine import Core
 from ...engine.load.packed import PackedModel
 from ...engine.load.progress import Progress
 from ...engine.process import new_epoch
@@ -67,7 +67,7 @@ def measure_speed(before: PackedModel, after: PackedModel, prompt: I32Array, thr
     return DecodeSpeed(*map(max, rates))
 
 
-def _engine(model: PackedModel, length: int, threads: int) -> Engine:
+def _engine(model: PackedModel, length: int, threads: int) -> Core:
     config = EngineConfig(
         max_model_len=length,
         max_num_seqs=1,
@@ -78,7 +78,7 @@ def _engine(model: PackedModel, length: int, threads: int) -> Engine:
     return assemble(config, model, epoch=new_epoch())[0]
 
 
-def _decode_rate(engine: Engine, number: int, prompt: tuple[int, ...], tokens: int) -> float:
+def _decode_rate(engine: Core, number: int, prompt: tuple[int, ...], tokens: int) -> float:
     """Tokens per second behind the first one, which belongs to the prompt."""
     request = Request(
         id=str(number), prompt=prompt, sampling=SamplingParams(temperature=0, ignore_eos=True), seed=0, stop_ids=(),
@@ -93,7 +93,7 @@ def _decode_rate(engine: Engine, number: int, prompt: tuple[int, ...], tokens: i
     return done / (time.perf_counter() - started)
 
 
-def _step(engine: Engine) -> int:
+def _step(engine: Core) -> int:
     """New tokens; CheckpointError if the model fails, after which there would be none."""
     outputs = engine.step()
     for output in outputs:

@@ -17,6 +17,8 @@ from ...kernels.ops import LOGIT_ROWS, MAX_TOP, SAMPLE_ROW, Batch, F32Array, I32
 from ..schedule.step import Chunk, ChunkResult
 from .slots import Slots, point_to_bias
 
+_CERTAIN = np.full(1, np.inf, np.float32)
+
 
 class Sampler:
     """Samples the logits rows of the chunks that are laid out in `batch`, and writes the new tokens into the slots."""
@@ -42,6 +44,7 @@ class Sampler:
         count = int(self._batch.counts[LOGIT_ROWS]) if chunks else 0
         if count:
             slot = self._fill(count)
+            self._force(chunks)
             self._sample(count)
             self._keep(slot)
         args = self._args
@@ -52,8 +55,9 @@ class Sampler:
             wanted, accepted, good = chunk.count - chunk.logits_from, 0, True
             while accepted < wanted and (good := bool(finite[row + accepted])):
                 accepted += 1
-                drafted = chunk.drafts[accepted - 1 : accepted]  # nothing where logits alone are wanted
-                if accepted < wanted and drafted != (sampled[row + accepted - 1],):
+                place = accepted - 1 - chunk.known  # of the draft; known rows have none, nor has one for logits alone
+                last = sampled[row + accepted - 1]
+                if accepted < wanted and place >= 0 and chunk.drafts[place : place + 1] != (last,):
                     break
             tokens = tuple(sampled[row : row + accepted])
             if wanted and num_top[row] >= 0:
@@ -76,6 +80,24 @@ class Sampler:
             for row in np.flatnonzero(generated < slots.banned_until[slot]):
                 point_to_bias(rows[row], slots.banned_bias[int(slot[row])])
         return slot
+
+    def _force(self, chunks: tuple[Chunk, ...]) -> None:
+        """Let the rows before known tokens choose these, which stand in the slots.
+
+        The kernel reports the logprob of what it chooses, from the raw logits: so a known token's logprob has the bits
+        that it would have if it had been sampled.
+        """
+        tokens, first = self._slots.tokens, 0
+        for chunk in chunks:
+            if chunk.known:
+                rows = self._rows[first : first + chunk.known]
+                rows["temperature"] = 0.0
+                rows["repetition_penalty"] = 1.0
+                rows["presence_penalty"] = rows["frequency_penalty"] = 0.0
+                rows["num_bias"] = 1
+                rows["bias_ids"] = tokens[chunk.slot].ctypes.data + rows["length"] * np.intp(tokens.strides[1])
+                rows["bias_values"] = _CERTAIN.ctypes.data
+            first += chunk.count - chunk.logits_from
 
     def _keep(self, slot: I32Array) -> None:
         """Write what was sampled behind the tokens of its slot; 0 where nothing was: a step in flight may feed it.

@@ -22,11 +22,14 @@ class Admission:
         self._refused = _Refused(-1, 0, 0)
 
     def start(self, seq: Sequence) -> Start:
-        """The best start there is for a waiting sequence."""
+        """The best start there is for a waiting sequence.
+
+        A leader that was itself admitted in this step does not serve: its first blocks may be copies still to be made.
+        """
         leader = seq.leader
         fresh = seq is not leader and seq.generated == 0
-        if fresh and leader.phase is Phase.RUNNING and leader.computed >= leader.prompt_len:
-            return self._memory.fork(leader)
+        if fresh and leader.phase is Phase.RUNNING and leader.computed >= leader.prompt_len and leader.announced > 0:
+            return self._memory.fork(leader, leader.prompt_len - 1)
         return self._memory.find(seq)
 
     def missing(self, seq: Sequence) -> int:
@@ -64,26 +67,31 @@ class _Refused(NamedTuple):
     slack: int
 
 
-def victims(running: Collection[Sequence], memory: KVMemory) -> Iterator[Sequence]:
+def victims(running: Collection[Sequence], memory: KVMemory, joining: Collection[Sequence] = ()) -> Iterator[Sequence]:
     """Whom to preempt, one by one, until every decode and one token of the first in rank can have a block they need.
 
-    The caller preempts each before it asks for the next.
+    `joining` are beams about to run beside others of their search; each needs a block at most. The caller preempts each
+    before it asks for the next, and with a beam all others of its search.
     """
-    if len(running) <= memory.available:  # at most one block each
+    if len(running) + len(joining) <= memory.available:  # at most one block each
         return
     first = min(running, key=rank)
     growing = {
-        seq.order
+        seq.order: seq.unit
         for seq in running
-        if (seq.todo == 1 or (seq is first and seq.todo > 0)) and seq.scheduled == len(seq.blocks) * memory.block_size
+        if (seq.todo == 1 or (seq.unit == first.unit and seq.todo > 0))
+        and seq.scheduled == len(seq.blocks) * memory.block_size
     }
+    growing |= {seq.order: seq.unit for seq in joining}
     if len(growing) <= memory.available:
         return
-    for victim in sorted((seq for seq in running if seq is not first), key=lambda seq: _loss(seq, memory.block_size)):
+    others = [seq for seq in running if seq.unit != first.unit]
+    for victim in sorted(others, key=lambda seq: _loss(seq, memory.block_size)):
         if len(growing) <= memory.available:
             return
-        growing.discard(victim.order)
-        yield victim
+        if victim.phase is Phase.RUNNING:
+            growing = {order: unit for order, unit in growing.items() if unit != victim.unit}
+            yield victim
 
 
 def rank(seq: Sequence) -> tuple[int, int]:

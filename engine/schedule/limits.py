@@ -24,12 +24,18 @@ class SchedulerConfig:
     epoch: int = 0
     eviction_k: int = 2  # K of LRU-K; 1 is LRU
     speculation: SpeculativeConfig = NO_SPECULATION
+    max_logit_rows: int = 0  # rows with logits in one step; 0: as many as tokens
     tenant_weights: tuple[tuple[str, float], ...] = ()  # shares of the fair queue; 1 for who is not named
 
     @property
     def limit(self) -> int:
         """Tokens that one sequence can have, prompt and answer: by the context, or by the smallest pool."""
         return min(self.max_model_len, min(self.num_blocks) * self.block_size)
+
+    @property
+    def logit_rows(self) -> int:
+        """Rows of one step that may have logits."""
+        return self.max_logit_rows or self.max_num_batched_tokens
 
     @property
     def max_running(self) -> int:
@@ -52,4 +58,24 @@ class SchedulerConfig:
                 f"a prompt of {prompt} tokens and one to generate need {-(-total // self.block_size)} KV blocks of "
                 f"{self.block_size} tokens, there are {min(self.num_blocks)}",
                 "shorten the prompt, or raise --kv-cache-memory-bytes",
+            )
+        if request.sampling.use_beam_search:
+            self._check_beams(request)
+
+    def _check_beams(self, request: Request) -> None:
+        """CapacityError if the beams could not all run at once, each with blocks of its own after the prompt."""
+        width, prompt = request.sampling.beam_width, len(request.prompt)
+        if width > self.max_running:
+            raise CapacityError(
+                f"{width} beams run at once, this engine runs {self.max_running} sequences",
+                f"use at most {self.max_running} beams, or raise --max-num-seqs",
+            )
+        new = min(request.max_tokens, self.limit - prompt)
+        shared = prompt // self.block_size
+        needed = shared + width * (-(-(prompt + new - 1) // self.block_size) - shared)
+        if needed > min(self.num_blocks):
+            raise CapacityError(
+                f"{width} beams of {new} tokens after a prompt of {prompt} may need {needed} KV blocks of "
+                f"{self.block_size} tokens, there are {min(self.num_blocks)}",
+                "use fewer beams or a smaller max_tokens, or raise --kv-cache-memory-bytes",
             )

@@ -57,17 +57,20 @@ class KVMemory:
         return -(-tokens // self.block_size)
 
     def find(self, seq: Sequence) -> Start:
-        """The longest start the tree has for the sequence's tokens; at least one token stays to be computed."""
-        hit = self.tree.find(seq.request.salt, seq.tokens, len(seq.tokens) - 1)
+        """The longest start the tree has for the sequence's tokens; at least one token stays to be computed.
+
+        So does every position of a prompt whose logprobs are wanted and have not been computed.
+        """
+        hit = self.tree.find(seq.request.salt, seq.tokens, seq.reusable)
         columns = tuple(node.blocks for node in hit.nodes)
         if hit.partial is None:
             return Start(columns, nodes=hit.nodes)
         return Start(columns, hit.partial.blocks, hit.partial_tokens, (*hit.nodes, hit.partial))
 
-    def fork(self, leader: Sequence) -> Start:
-        """The start that a sibling has from the leader's computed prompt: all of it but the last token."""
-        full, copied = divmod(leader.prompt_len - 1, self.block_size)
-        return Start(tuple(leader.blocks[:full]), leader.blocks[full] if copied else None, copied)
+    def fork(self, other: Sequence, tokens: int) -> Start:
+        """The start that another sequence's first `tokens` computed tokens give one that begins with them too."""
+        full, copied = divmod(tokens, self.block_size)
+        return Start(tuple(other.blocks[:full]), other.blocks[full] if copied else None, copied)
 
     def tokens_of(self, start: Start) -> int:
         return len(start.columns) * self.block_size + start.copied
@@ -135,6 +138,10 @@ class KVMemory:
             if node is not None:
                 self.tree.prune(node)
                 break
+        self._drop(seq)
+
+    def drop(self, seq: Sequence) -> None:
+        """Take the blocks back, and publish nothing that is not published already."""
         self._drop(seq)
 
     def drop_held(self) -> None:

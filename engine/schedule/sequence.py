@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 
-from ..request import Request
+from ..request import Request, TokenLogprobs
 from .blocks import IllegalTransition
 from .prefix import Column, Node
 from .step import SlotSampling
@@ -41,13 +41,14 @@ class Sequence:
     goal       positions to compute in a whole life: the last token allowed needs no KV
     blocks     per logical block, one physical block of every KV group
     borrowed   how many leading entries of `blocks` were another's when this sequence was admitted
-    announced  how many entries of `blocks` the runner knows
+    announced  how many entries of `blocks` the runner knows; -1: it must be told all of the sequence again
     scheduled  positions scheduled since admission, those of steps in flight included; drafts too, which are taken
                back when they are rejected
     computed   positions whose step's result was seen: their KV is final
     pending    tokens being sampled by steps in flight, those that depend on drafts not counted
     in_flight  steps in flight that have a chunk of this sequence
     published  full blocks known to the prefix tree, the last of them as `cursor`
+    probed     prompt positions that were scheduled with logits, for `prompt_logprobs`, which has those that came back
     charged    positions that were ever scheduled: recomputing is not the tenant's fault
     """
 
@@ -67,7 +68,9 @@ class Sequence:
         "order",
         "pending",
         "phase",
+        "probed",
         "prompt_len",
+        "prompt_logprobs",
         "published",
         "request",
         "scheduled",
@@ -85,6 +88,8 @@ class Sequence:
         self.prompt_len = len(request.prompt)
         self.max_new = max(0, min(request.max_tokens, limit - self.prompt_len))
         self.goal = self.prompt_len + max(self.max_new - 1, 0)
+        if self.wants_prompt and self.max_new == 0:
+            self.goal = max(self.prompt_len - 1, 1)  # logits after the last token are of no use
         self.slot = -1
         self.blocks: list[Column] = []
         self.borrowed = 0
@@ -95,6 +100,8 @@ class Sequence:
         self.in_flight = 0
         self.published = 0
         self.cursor: Node | None = None
+        self.probed = 0
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.charged = 0
         self.cached_tokens = 0
 
@@ -109,7 +116,36 @@ class Sequence:
 
         Not above 0 while drafts are being verified, since what comes after them is not known.
         """
-        return min(len(self.tokens) + self.pending, self.goal) - self.scheduled
+        ahead = 0 if self.is_beam else self.pending
+        return min(len(self.tokens) + ahead, self.goal) - self.scheduled
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether this sequence gives the request's prompt logprobs."""
+        return self is self.leader and self.request.sampling.prompt_logprobs is not None
+
+    @property
+    def reusable(self) -> int:
+        """Known tokens whose positions a cache may give: not the last, and none whose logits are still wanted."""
+        return min(len(self.tokens) - 1, self.probed) if self._unprobed else len(self.tokens) - 1
+
+    def known_in(self, start: int, end: int) -> int:
+        """How many of the positions start .. end - 1, the last ones, have to give logprobs of the next prompt token."""
+        return max(0, min(end, self.prompt_len - 1) - max(start, self.probed)) if self._unprobed else 0
+
+    @property
+    def _unprobed(self) -> bool:
+        return self.wants_prompt and self.probed < self.prompt_len - 1
+
+    @property
+    def is_beam(self) -> bool:
+        """Whether the sequence is one of a beam search: which token follows depends on the other beams."""
+        return self.request.sampling.use_beam_search
+
+    @property
+    def unit(self) -> int:
+        """What is preempted as one: the order of this sequence, or of its leader for the beams of one search."""
+        return self.leader.order if self.is_beam else self.order
 
     @property
     def wants_token(self) -> bool:
@@ -133,9 +169,12 @@ class Sequence:
 def slot_sampling(request: Request, index: int) -> SlotSampling:
     """What the sampler needs for sequence `index`, every default resolved."""
     asked = request.sampling
+    wanted = -1 if asked.logprobs is None else asked.logprobs
+    if index == 0 and asked.prompt_logprobs is not None:
+        wanted = max(wanted, asked.prompt_logprobs)
     bias = sorted(asked.logit_bias.items())
     return SlotSampling(
-        temperature=asked.temperature,
+        temperature=0.0 if asked.use_beam_search else asked.temperature,
         top_k=max(asked.top_k, 0),
         top_p=asked.top_p,
         min_p=asked.min_p,
@@ -143,7 +182,7 @@ def slot_sampling(request: Request, index: int) -> SlotSampling:
         presence_penalty=asked.presence_penalty,
         frequency_penalty=asked.frequency_penalty,
         seed=mix_seed(request.seed, index),
-        logprobs=-1 if asked.logprobs is None else asked.logprobs,
+        logprobs=max(wanted, asked.beam_width + len(request.stop_ids)) if asked.use_beam_search else wanted,
         bias_ids=tuple(token for token, _ in bias),
         bias_values=tuple(value for _, value in bias),
         banned_until=asked.min_tokens if request.stop_ids else 0,

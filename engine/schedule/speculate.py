@@ -55,13 +55,15 @@ class Speculator:
     def extend(self, draft: Draft, running: Collection[Sequence]) -> int:
         """Add drafts to the step's rows that sample after known tokens; how many tokens that is."""
         sampling = [place for place, row in enumerate(draft.rows) if row.samples]
-        left = min(draft.left, 1 + self._most - len(sampling))
+        left = min(draft.left, draft.logits_left, 1 + self._most - len(sampling))
         if left <= 0:
             return 0
         spare = self._memory.available - len(running)
         added = 0
         for turn, place in enumerate(sampling):
             seq = draft.rows[place].seq
+            if seq.is_beam or draft.rows[place].known:
+                continue
             state = self._state(seq)
             share = -(-left // (len(sampling) - turn))
             count = self._fitting(seq, min(state.allowed, share, seq.goal - seq.scheduled), spare)

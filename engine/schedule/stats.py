@@ -13,7 +13,8 @@ from .sequence import Phase, Sequence
 class SchedulerStats:
     """Counts now (sequences, blocks summed over groups, shares of them) and since the start (the rest).
 
-    `drafts` are chunks with `draft_tokens` proposed tokens together, of which `accepted_tokens` stood.
+    `drafts` are chunks with `draft_tokens` proposed tokens together, of which `accepted_tokens` stood. `audits` are of
+    prefix hits, see `engine/audit.py`.
     """
 
     waiting: int
@@ -34,6 +35,8 @@ class SchedulerStats:
     drafts: int
     draft_tokens: int
     accepted_tokens: int
+    audits: int = 0
+    audit_failures: int = 0
 
 
 @dataclass(slots=True)

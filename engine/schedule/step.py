@@ -60,7 +60,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
     Tokens from `logits_from` on (an offset into the chunk; `count` means none) get logits, and each such position
     samples the token that follows it. Without drafts that is at most the last position. `drafts` are proposed tokens
-    for the chunk's last positions.
+    for the chunk's last positions. After the first `known` of the positions with logits the next token is known: it
+    stands whatever the logits, and its logprob is reported.
     """
 
     slot: int
@@ -68,6 +69,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     count: int
     logits_from: int
     drafts: tuple[int, ...] = ()
+    known: int = 0
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
@@ -84,10 +86,10 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
 class ChunkResult(msgspec.Struct, frozen=True, array_like=True):
     """What one chunk sampled: one token per position with logits (none for a chunk that ends inside a prompt).
 
-    With drafts the tokens end with the first that is not the draft in its place: it is the target's own, and what was
-    computed after it is void. logprobs[i] belongs to tokens[i] and is present if the slot's sampling asked for it;
-    top_ids and top_logprobs hold `SlotSampling.logprobs` entries for each token, best first. `finite` is False when
-    the logits row after the last token held NaN or Inf.
+    After a `known` position that is the known token. With drafts the tokens end with the first that is not the draft in
+    its place: it is the target's own, and what was computed after it is void. logprobs[i] belongs to tokens[i] and is
+    present if the slot's sampling asked for it; top_ids and top_logprobs hold `SlotSampling.logprobs` entries for each
+    token, best first. `finite` is False when the logits row after the last token held NaN or Inf.
     """
 
     slot: int

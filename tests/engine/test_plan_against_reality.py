@@ -17,7 +17,7 @@ import json, random, re, sys
 from pathlib import Path
 
 from llmctl.engine.config import EngineConfig, environment
-from llmctl.engine.launch import assemble
+from llmctl.engine.assemble import assemble
 from llmctl.engine.load.hub import resolve as resolve_source
 from llmctl.engine.load.model import open_model
 from llmctl.engine.plan import resolve

@@ -125,8 +125,13 @@ def expected_distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0
 def test_tokens_follow_the_distribution_asked_for(entry, params):
     logits = random_logits(61, seed=5)[0]
     expected = expected_distribution(logits, **params)
-    draws = 6000
-    counts = np.bincount(Draw(entry, logits, draws, **params).token, minlength=61)
+    assert_drawn_from(expected, Draw(entry, logits, 6000, **params).token)
+
+
+def assert_drawn_from(expected, tokens):
+    """A chi-square test whose draws are seeded, so that it always ends alike."""
+    draws = len(tokens)
+    counts = np.bincount(tokens, minlength=len(expected))
     assert not counts[expected == 0].any()
     likely = expected * draws >= 5
     observed = np.append(counts[likely], counts[~likely].sum())
@@ -135,6 +140,42 @@ def test_tokens_follow_the_distribution_asked_for(entry, params):
     freedom = len(wanted) - 1
     chi_square = ((observed - wanted) ** 2 / wanted).sum()
     assert chi_square < freedom + 4 * np.sqrt(2 * freedom) + 4, (chi_square, freedom)
+
+
+@pytest.mark.parametrize(
+    "penalties",
+    [
+        {"repetition_penalty": 1.4},
+        {"presence_penalty": 0.8},
+        {"frequency_penalty": 0.5},
+        {
+            "repetition_penalty": 0.8,
+            "presence_penalty": -0.4,
+            "frequency_penalty": 0.3,
+            "temperature": 1.3,
+            "top_k": 30,
+        },
+    ],
+    ids=str,
+)
+def test_penalties_shape_the_distribution_as_they_are_defined(entry, penalties):
+    logits = random_logits(61, seed=5)[0]
+    tokens, prompt_len, bias = [1, 2, 2, 40, 1, 7, 7, 7], 3, {9: 1.5, 12: -2.0}
+    scores = logits.astype(np.float64)
+    given = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0} | penalties
+    for token in set(tokens):
+        factor = given["repetition_penalty"]
+        scores[token] *= 1 / factor if scores[token] > 0 else factor
+    for token in tokens[prompt_len:]:
+        scores[token] -= given["frequency_penalty"]
+    for token in set(tokens[prompt_len:]):
+        scores[token] -= given["presence_penalty"]
+    for token, value in bias.items():
+        scores[token] += value
+    truncation = {name: value for name, value in penalties.items() if name in ("temperature", "top_k")}
+    expected = expected_distribution(scores, **truncation)
+    draw = Draw(entry, logits, 6000, tokens=tokens, prompt_len=prompt_len, bias=bias, **penalties)
+    assert_drawn_from(expected, draw.token)
 
 
 def test_positions_are_as_independent_as_seeds(entry):

@@ -122,7 +122,6 @@ def test_fields_that_ask_for_nothing_are_accepted(http):
         {"prompt": [10**30]},
         {"prompt": [-1]},
         {"prompt": "x", "logprobs": 21},
-        {"prompt": "x", "echo": True, "logprobs": 1},
         {"prompt": "x", "suffix": "y"},
         {"prompt": "x", "best_of": 3},
         {"prompt": "x", "best_of": True},
@@ -132,6 +131,67 @@ def test_fields_that_ask_for_nothing_are_accepted(http):
 def test_a_prompt_that_cannot_work_is_a_bad_request(http, change):
     error = refusal(http.post("/v1/completions", json=change), 400)
     assert error["param"] == next(name for name in ("suffix", "best_of", "logprobs", "prompt") if name in change)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("prompt", ["hello there", [40, 41, 42, 43, 44], ["one", "other"], [[50, 51, 52], [60, 61]]])
+def test_an_echo_with_logprobs_has_those_of_the_prompt_as_evaluations_read_them(http, prompt, max_tokens):
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "logprobs": 1, "echo": True, "seed": 1}
+    choices = http.post("/v1/completions", json=body).json()["choices"]
+    prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    assert len(choices) == len(prompts)
+    for given, choice in zip(prompts, choices):
+        logprobs = choice["logprobs"]
+        count = len(given)  # the tiny tokenizer has a token for each byte
+        assert {len(column) for column in logprobs.values()} == {count + max_tokens}
+        assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+        shown = logprobs["tokens"][:count]  # what is generated may be a part of a character
+        assert "".join(shown) == choice["text"][:count]
+        assert logprobs["text_offset"] == list(range(count + max_tokens))
+        for own, top in zip(logprobs["token_logprobs"][1:], logprobs["top_logprobs"][1:]):
+            assert own < 0 and own in top.values() and 1 <= len(top) <= 2  # the likeliest, and the token's own
+        assert choice["text"].startswith(given if isinstance(given, str) else choice["text"][:count])
+        assert choice["finish_reason"] == "length"
+
+
+def test_an_echo_with_logprobs_streams_what_comes_whole(http):
+    body = {"prompt": "hello", "max_tokens": 4, "temperature": 0, "logprobs": 2, "echo": True, "n": 2}
+    choices = http.post("/v1/completions", json=body).json()["choices"]
+    columns = [{name: [] for name in choices[0]["logprobs"]} for _ in choices]
+    for line in http.post("/v1/completions", json={**body, "stream": True}).text.splitlines():
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                for name, column in (choice["logprobs"] or {}).items():
+                    columns[choice["index"]][name] += column
+    assert columns == [choice["logprobs"] for choice in choices]
+
+
+def test_beams_come_best_first_whole_and_streamed_through_both_endpoints(http):
+    beams = {"use_beam_search": True, "best_of": 4, "n": 2, "length_penalty": 0.5, "early_stopping": "never"}
+    body = {"prompt": "hello", "max_tokens": 8, "logprobs": 0, **beams}
+    choices = http.post("/v1/completions", json=body).json()["choices"]
+    sums = [sum(choice["logprobs"]["token_logprobs"]) for choice in choices]
+    scores = [total / len(choice["logprobs"]["tokens"]) ** 0.5 for total, choice in zip(sums, choices)]
+    assert len(choices) == 2 and scores == sorted(scores, reverse=True)
+    texts = ["", ""]
+    for line in http.post("/v1/completions", json={**body, "stream": True}).text.splitlines():
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                texts[choice["index"]] += choice["text"]
+    assert texts == [choice["text"] for choice in choices]
+    wide = {"messages": HELLO, "max_tokens": 5, "n": 3, "use_beam_search": True}
+    answers = http.post(CHAT, json=wide).json()["choices"]
+    assert len({answer["message"]["content"] for answer in answers}) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [({"temperature": 0.5}, "temperature"), ({"best_of": 1}, "best_of"), ({"early_stopping": "soon"}, "early_stopping"),
+     ({"stop": "x"}, "stop"), ({"top_p": 0.5}, "top_p")],
+)  # fmt: skip
+def test_a_field_that_a_beam_search_cannot_honour_is_a_bad_request(http, change, param):
+    body = {"prompt": "x", "n": 2, "use_beam_search": True, **change}
+    assert refusal(http.post("/v1/completions", json=body), 400)["param"] == param
 
 
 def test_more_sequences_than_the_server_ever_holds_are_refused(http):

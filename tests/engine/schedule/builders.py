@@ -23,11 +23,12 @@ def request(
     salt: str = "",
     priority: int = 0,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
 ) -> Request:
     return Request(
         id=id,
         prompt=tuple(prompt),
-        sampling=SamplingParams(n=n, min_tokens=min_tokens, logprobs=logprobs),
+        sampling=SamplingParams(n=n, min_tokens=min_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs),
         seed=seed,
         stop_ids=stop_ids,
         max_tokens=max_tokens,

@@ -7,6 +7,7 @@ reusing a wrong block is caught where it happens. The next token is a pure funct
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -34,11 +35,23 @@ class FakeModel:
     def finite(self, history: int) -> bool:
         return self.bad_every == 0 or hash((history, -7)) % self.bad_every != 0
 
+    def ranked(self, history: int, count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """The likeliest tokens after a history, with logprobs that make a distribution."""
+        weights = {token: 1.0 + hash((history, token, -9)) % 1000 for token in range(self.vocab)}
+        order = sorted(weights, key=lambda token: (-weights[token], token))[:count]
+        total = sum(weights.values())
+        return tuple(order), tuple(math.log(weights[token] / total) for token in order)
+
     def sample(self, history: int, last: int, seed: int, banned: Iterable[int] = ()) -> int:
         if hash((history, -8)) % 8 < self.repeats:
             history = last
         order = sorted(range(self.vocab), key=lambda token: hash((history, seed, token)))
         return next(token for token in order if token not in banned)
+
+
+def known_logprob(history: int) -> float:
+    """What the fake runner reports for the token that ends a history."""
+    return -(hash((history, -10)) % 1000) / 100
 
 
 def extend(history: int, token: int) -> int:
@@ -99,6 +112,7 @@ class FakeRunner:
         assert step.chunks, "an empty step"
         assert len({chunk.slot for chunk in step.chunks}) == len(step.chunks)
         assert sum(chunk.count for chunk in step.chunks) <= config.max_num_batched_tokens
+        assert sum(chunk.count - chunk.logits_from for chunk in step.chunks) <= config.logit_rows
         for chunk in step.chunks:
             self._draft(chunk)
             self._check_reads(self.slots[chunk.slot], chunk.start)
@@ -152,7 +166,12 @@ class FakeRunner:
         if chunk.logits_from == chunk.count:
             assert not chunk.drafts
             return ChunkResult(chunk.slot)
-        assert chunk.logits_from == chunk.count - 1 - len(chunk.drafts) and end == len(slot.tokens)
+        samples = chunk.count - chunk.logits_from - chunk.known - len(chunk.drafts)
+        assert samples in (0, 1) and not (chunk.known and chunk.drafts)
+        known = range(end - samples - chunk.known + 1, end - samples + 1)  # places of the known tokens
+        if not samples:
+            return self._with_known(chunk, slot, known, ChunkResult(chunk.slot))
+        assert end == len(slot.tokens)
         first = end - len(chunk.drafts)  # of the tokens sampled here
         tokens: list[int] = []
         finite = True
@@ -173,7 +192,28 @@ class FakeRunner:
         elif not finite:
             slot.tokens.append(0)  # whatever was sampled: a step in flight may feed it
         logprobs = tuple(float(-token) for token in tokens) if slot.sampling.logprobs >= 0 else ()
-        return ChunkResult(chunk.slot, tuple(tokens), finite, logprobs)
+        count = slot.sampling.logprobs
+        if count <= 0 or not finite or chunk.drafts:
+            return self._with_known(chunk, slot, known, ChunkResult(chunk.slot, tuple(tokens), finite, logprobs))
+        ids, values = self.model.ranked(slot.history(end - 1), count)
+        result = ChunkResult(chunk.slot, tuple(tokens), finite, logprobs, (ids,), (values,))
+        return self._with_known(chunk, slot, known, result)
+
+    def _with_known(self, chunk: Chunk, slot: Slot, known: range, result: ChunkResult) -> ChunkResult:
+        """The result with the logprobs of known tokens in front: each is the hash of its history."""
+        if not known:
+            return result
+        assert known[-1] < slot.prompt_len
+        assert known.start >= chunk.start + chunk.logits_from + 1 == known.start
+        empty = slot.sampling.logprobs > 0
+        return ChunkResult(
+            chunk.slot,
+            (*(slot.tokens[place] for place in known), *result.tokens),
+            result.finite,
+            (*(known_logprob(slot.history(place)) for place in known), *result.logprobs),
+            (*(() for _ in known), *result.top_ids) if empty else (),
+            (*(() for _ in known), *result.top_logprobs) if empty else (),
+        )
 
 
 @dataclass
@@ -184,6 +224,7 @@ class Received:
     finish: FinishReason | None = None
     cached_tokens: int = 0
     error: str = ""
+    prompt_logprobs: tuple[float, ...] = ()
 
 
 class Loop:
@@ -242,6 +283,7 @@ class Loop:
             got.finish = output.finish
             got.cached_tokens = output.cached_tokens
             got.error = output.error
+            got.prompt_logprobs += tuple(entry.logprob for entry in output.prompt_logprobs)
 
 
 def calm_run(request: Request, index: int, limit: int, model: FakeModel) -> tuple[list[int], FinishReason]:
