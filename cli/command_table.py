@@ -20,6 +20,7 @@ _MODULES = {  # in the order of `--help`
     "bench": "bench",
     "bench kernels": "bench_kernels",
     "bench compare": "bench_compare",
+    "bench cache-sim": "bench_cache_sim",
     "serve": "serve",
     "plan": "plan",
     "doctor": "doctor",

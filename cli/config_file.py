@@ -44,6 +44,8 @@ def read_config(text: str) -> ConfigFile:
         raise UsageError(f"cannot read `{path}`: {error}") from error
     except yaml.YAMLError as error:
         raise UsageError(f"`{path}` is not YAML: {error}") from error
+    if isinstance(content, list):
+        raise UsageError(f"`{path}` is a list", "write `name: value` lines, without dashes in front")
     if not isinstance(content, dict):
         raise UsageError(f"`{path}` holds no options", "write one `name: value` a line")
     options = dict(_flat(path, content))

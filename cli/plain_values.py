@@ -1,14 +1,14 @@
 """Values of options read without Typer's validators.
 
 Typer from 0.25 on validates each value with a model of pydantic's, whose import and making take a tenth of a second at
-every start. Nearly all options of the commands are text, a switch, or read by a function of ours: these need no model.
-What is something else, a list of values or a path, is left to Typer.
+every start. Nearly all options of the commands are text, a number, a switch, or read by a function of ours: these need
+no model. What is something else, a path or a number with bounds, is left to Typer.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Annotated, Any, get_args, get_origin
 
@@ -30,7 +30,7 @@ def read_plainly(command: typer.core.TyperCommand, function: Callable[..., None]
     """Give the options of `command`, which was made of `function`, the plain way to their values where there is one."""
     declared = inspect.signature(function, eval_str=True).parameters
     for option in command.params:
-        if option.name in declared and option.callback is None:
+        if option.name in declared:
             plain(option, _reader(declared[option.name].annotation))
 
 
@@ -48,24 +48,53 @@ def _reader(annotation: object) -> _Read | None:
         return None
     kind, *marks = get_args(annotation)
     for mark in marks:
-        if isinstance(mark, ParameterInfo) and mark.parser is not None:
-            parser: _Read = mark.parser
-            return parser
-    return _itself if kind in (str, str | None) else None
+        if isinstance(mark, ParameterInfo):
+            if mark.parser is not None:
+                parser: _Read = mark.parser
+                return parser
+            if mark.min is not None or mark.max is not None:
+                return None
+    return _READERS.get(kind)
 
 
-def _itself(value: object) -> object:
-    return value
+def _texts(values: Iterable[str]) -> list[str]:
+    return list(values)
+
+
+def _whole(value: str | int) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"`{value}` is not a valid integer") from None
+
+
+def _number(value: str | float) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"`{value}` is not a valid number") from None
+
+
+_READERS: dict[object, _Read] = {
+    **dict.fromkeys((str, str | None), str),
+    **dict.fromkeys((int, int | None), _whole),
+    **dict.fromkeys((float, float | None), _number),
+    **dict.fromkeys((list[str], list[str] | None), _texts),
+}
 
 
 def _value(option, read: _Read | None, typers, context: typer.Context, value):  # type: ignore[no-untyped-def]
     """As `process_value` of Click; `typers` is what Typer would have done."""
     several = option.multiple or option.nargs == -1
     if value is None or (several and not value):
-        return typers(context, value) if option.required else () if several else None
-    if read is None or several:
+        if option.required:
+            return typers(context, value)
+        made: object = () if several else None
+    elif read is None or (several and read is not _texts):
         return typers(context, value)
-    try:
-        return read(value)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), ctx=context, param=option) from error
+    else:
+        try:
+            made = read(value)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), ctx=context, param=option) from error
+    return made if option.callback is None else option.callback(context, option, made)

@@ -11,8 +11,10 @@ import os
 INTERRUPTED = 130  # ExitCode.INTERRUPTED, which is not imported yet
 
 try:
+    import contextlib
     import signal
     import sys
+    from typing import NoReturn
 except KeyboardInterrupt:
     os._exit(INTERRUPTED)
 
@@ -33,7 +35,22 @@ def main() -> None:
         code = INTERRUPTED
     if ours:
         signal.signal(signal.SIGINT, _leave)
-    sys.exit(code)
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
+    """End now, with what was registered for the end done and output written.
+
+    Python would first wait for every thread that some library has started; one that waits for a network or a lock would
+    keep a command that is done from ending.
+    """
+    import atexit
+
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it, or there is none
+            stream.flush()
+    os._exit(code)
 
 
 def _leave(number: int, frame: object) -> None:

@@ -107,9 +107,10 @@ def memory_budget(
 ) -> MemoryBudget:
     """The budget of this model under these options; bytes and formats of the weights are those of the packed ones.
 
-    The KV pool is as large as asked, else what `max_num_seqs` sequences of full length need, at most a quarter of the
-    memory left after weights, workspace and reserve, at least one sequence of full length. Raises CapacityError if
-    that does not fit, UsageError if the size of the pool is given twice.
+    The KV pool is as large as asked, else what `max_num_seqs` sequences of full length need, at least one sequence of
+    full length. In between it takes at most a quarter of the memory left after weights, workspace and reserve; with
+    `gpu_memory_utilization` all that this share of the available memory leaves. Raises CapacityError if that does not
+    fit, UsageError if the size of the pool is given twice.
     """
     length = config.max_model_len or spec.context_length
     if length > spec.context_length:
@@ -118,7 +119,7 @@ def memory_budget(
             f"use at most `--max-model-len {spec.context_length}`",
         )
     workspace = workspace_bytes(spec, config, length)
-    reserve = max(MIN_RESERVE, available_bytes // RESERVE_SHARE)
+    reserve = _reserve(config, available_bytes)
     room = available_bytes - weight_bytes - workspace - reserve
     if room <= 0:
         raise CapacityError(
@@ -140,6 +141,12 @@ def memory_budget(
         num_blocks=_pool_blocks(config, length, room, per_token, kv),
         max_model_len=length,
     )
+
+
+def _reserve(config: EngineConfig, available_bytes: int) -> int:
+    if config.gpu_memory_utilization:
+        return max(MIN_RESERVE, available_bytes - int(available_bytes * config.gpu_memory_utilization))
+    return max(MIN_RESERVE, available_bytes // RESERVE_SHARE)
 
 
 def workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int) -> int:
@@ -164,12 +171,16 @@ def _pool_blocks(config: EngineConfig, length: int, room: int, per_token: int, k
     block = per_token * config.block_size
     one = blocks_for(length, config.block_size)
     most = room // block
-    if config.num_gpu_blocks_override and config.kv_cache_memory_bytes:
-        raise UsageError(
-            f"--num-gpu-blocks-override {config.num_gpu_blocks_override} and --kv-cache-memory-bytes "
-            f"{config.kv_cache_memory_bytes} both size the KV cache",
-            "give one of them",
-        )
+    sizes = {
+        "--num-gpu-blocks-override": config.num_gpu_blocks_override,
+        "--kv-cache-memory-bytes": config.kv_cache_memory_bytes,
+        "--gpu-memory-utilization": config.gpu_memory_utilization,
+    }
+    given = [
+        f"{name} {size:g}" if isinstance(size, float) else f"{name} {size}" for name, size in sizes.items() if size
+    ]
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)} both size the KV cache", "give one of them")
     asked = config.num_gpu_blocks_override or config.kv_cache_memory_bytes // block
     if config.num_gpu_blocks_override or config.kv_cache_memory_bytes:
         if asked < one:
@@ -191,7 +202,7 @@ def _pool_blocks(config: EngineConfig, length: int, room: int, per_token: int, k
             f"{format_bytes(room)} are free",
             _shorter(config, length, room, per_token, kv),
         )
-    return max(one, min(config.max_num_seqs * one, most // POOL_SHARE))
+    return max(one, min(config.max_num_seqs * one, most if config.gpu_memory_utilization else most // POOL_SHARE))
 
 
 def _shorter(config: EngineConfig, length: int, room: int, per_token: int, kv: KVFormat) -> str:

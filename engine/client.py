@@ -1,25 +1,16 @@
-"""`EngineClient`: how everything above the core reaches an engine, and the one that runs it in this process.
+"""`EngineClient`: how everything above the core reaches an engine, wherever it runs.
 
 Outputs are handed to the request's callback on the client's own thread; a callback must be quick and must not raise.
 """
 
 from __future__ import annotations
 
-import atexit
-import logging
-import queue
-import threading
-from collections.abc import Iterable
 from typing import Protocol
 
 from ..kernels.errors import EngineDead
-from .engine import Core
-from .loop import run_loop
-from .messages import Abort, Command, EngineInfo, EngineStats, Event, GetStats, Outputs, Shutdown, Stats, Submit
-from .open_requests import OnOutput, OpenRequests, Tickets, stats_or_raise
+from .messages import EngineInfo, EngineStats
+from .open_requests import OnOutput
 from .request import Request
-
-log = logging.getLogger(__name__)
 
 
 class EngineClient(Protocol):
@@ -42,69 +33,3 @@ class EngineClient(Protocol):
 
     def close(self) -> None:
         """Stop the engine; open requests are ended."""
-
-
-class LocalClient:
-    """Runs the engine on a thread of this process."""
-
-    def __init__(self, engine: Core, info: EngineInfo) -> None:
-        self.info = info
-        self._engine = engine
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._open, self._tickets = OpenRequests(info.epoch), Tickets()
-        self._thread = threading.Thread(target=self._run, name="llmctl-engine", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)  # a thread in the middle of a step would take the exiting process down
-
-    def submit(self, request: Request, on_output: OnOutput) -> None:
-        """See EngineClient."""
-        self._open.add(request, on_output)
-        self._commands.put(Submit(request))
-
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        """See EngineClient."""
-        self._commands.put(Abort(request_id, index))
-
-    @property
-    def failure(self) -> EngineDead | None:
-        """See EngineClient."""
-        return self._open.error
-
-    def stats(self) -> EngineStats:
-        """See EngineClient."""
-        self._open.check_process()
-        ticket, answer = self._tickets.open()
-        self._commands.put(GetStats(ticket))
-        return stats_or_raise(answer, self._open)
-
-    def close(self) -> None:
-        """See EngineClient."""
-        if self._open.is_ours:
-            atexit.unregister(self.close)
-            self._commands.put(Shutdown())
-            self._thread.join()
-
-    def _run(self) -> None:
-        reason = EngineDead("the engine was closed")
-        try:
-            run_loop(self._engine, self.info.epoch, self._inbox, self._emit)
-        except Exception as error:  # a bug in the core surfaces here: every open request must learn of it
-            log.exception("the engine stopped")
-            reason = EngineDead(f"the engine stopped: {type(error).__name__}: {error}")
-        finally:
-            self._open.die(reason)
-            self._tickets.close()
-            self._engine.close()
-
-    def _inbox(self, wait: bool) -> Iterable[Command]:
-        commands = [self._commands.get()] if wait else []
-        while not self._commands.empty():
-            commands.append(self._commands.get())
-        return commands
-
-    def _emit(self, event: Event) -> None:
-        match event:
-            case Outputs(outputs):
-                self._open.deliver(outputs)
-            case Stats():
-                self._tickets.answer(event)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import msgspec
 
 from ..kernels.errors import UsageError
 
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # what runs if nobody names a model; `load/hub.py` knows where it is
 POLICIES = ("hybrid", "fcfs")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
+EVICTIONS = ("lru-k", "lru")
 SPECULATIVE_METHODS = ("ngram", "none")
 IMPLEMENTATIONS = ("auto", "llmctl", "transformers")
 KERNELS = ("auto", "avx512", "avx2", "generic", "reference")
@@ -58,6 +61,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def check(self) -> None:
         """Raise UsageError for the first value that cannot work."""
+        _refuse_booleans(self)
         if self.method not in SPECULATIVE_METHODS:
             raise UsageError(
                 f"the method of --speculative-config is `{self.method}`",
@@ -80,7 +84,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     dtype                   auto keeps weights as stored; a float type converts all of them at load
     kv_cache_dtype          auto: float32 for float32 weights, bfloat16 for bfloat16, else float16; fp8 is fp8_e4m3
+    cache_eviction          lru-k forgets the block whose K-th last use (`cache_eviction_k`) is oldest, so that content
+                            used once does not push out what is used again and again; lru looks at the last use alone
     num_gpu_blocks_override KV blocks in the pool instead of what the memory budget gives (the flag's name is vLLM's)
+    gpu_memory_utilization  share of the available memory, on any device, that weights, workspace and KV pool may take
+                            together; 0: a quarter of what the first two leave goes to the pool
     seed                    not 0: requests that name no seed get the next of a series made from this one
     model_impl              llmctl is our own decoder, transformers its modules on our cache and kernels; auto takes
                             transformers for what our decoder does not know
@@ -97,7 +105,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: int = 32
     num_gpu_blocks_override: int = 0
     kv_cache_memory_bytes: int = 0
+    gpu_memory_utilization: float = 0.0
     enable_prefix_caching: bool = True
+    cache_eviction: str = "lru-k"
+    cache_eviction_k: int = 2
     cache_audit: float = 0.0
     scheduling_policy: str = "hybrid"
     threads: int = 0
@@ -108,6 +119,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     speculative_config: SpeculativeConfig = SpeculativeConfig()
 
     @property
+    def eviction_k(self) -> int:
+        """K of the eviction that is asked for; LRU is LRU-1."""
+        return 1 if self.cache_eviction == "lru" else self.cache_eviction_k
+
+    @property
     def max_logit_rows(self) -> int:
         """Rows that get logits in one step at most: one for each sequence, or the drafts of a few."""
         speculation = self.speculative_config
@@ -116,9 +132,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def check(self) -> None:
         """Raise UsageError for the first option whose value cannot work on any machine or model."""
+        _refuse_booleans(self)
         for name, value, choices in (
             ("--dtype", self.dtype, DTYPES),
             ("--kv-cache-dtype", self.kv_cache_dtype, KV_DTYPES),
+            ("--cache-eviction", self.cache_eviction, EVICTIONS),
             ("--scheduling-policy", self.scheduling_policy, POLICIES),
             ("--kernels", self.kernels, KERNELS),
             ("--model-impl", self.model_impl, IMPLEMENTATIONS),
@@ -132,14 +150,27 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("--max-num-batched-tokens", self.max_num_batched_tokens, 1, 1 << 20),
             ("--num-gpu-blocks-override", self.num_gpu_blocks_override, 0, 1 << 30),
             ("--max-model-len", self.max_model_len, 0, 1 << 24),
+            ("--cache-eviction-k", self.cache_eviction_k, 1, 16),
             ("--threads", self.threads, 0, 1024),
             ("--async-depth", self.async_depth, 1, 2),
         ):
             if not low <= number <= high:
                 raise UsageError(f"{name} is {number}, it must be from {low} to {high}")
+        if not 0 <= self.gpu_memory_utilization <= 1:
+            raise UsageError(
+                f"--gpu-memory-utilization is {self.gpu_memory_utilization:g}, it must be from 0 to 1",
+                "0.9 lets the engine have nine tenths of the available memory",
+            )
         if not 0 <= self.cache_audit <= 1:
             raise UsageError(f"--cache-audit is {self.cache_audit}, it must be from 0 to 1")
         self.speculative_config.check()
+
+
+def _refuse_booleans(config: SpeculativeConfig | EngineConfig) -> None:
+    """Raise UsageError for a number given as True or False, which Python takes for 1 and 0."""
+    for name, kind in typing.get_type_hints(type(config)).items():
+        if kind in (int, float) and isinstance(getattr(config, name), bool):
+            raise UsageError(f"{name} is {getattr(config, name)}, it must be a number")
 
 
 @dataclass(frozen=True, slots=True)

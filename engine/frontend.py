@@ -77,7 +77,7 @@ class Frontend:
 
     def chat_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer. Raises UsageError if the template refuses."""
-        return self.tokenizer.encode_chat(messages)
+        return self.tokenizer.encode_chat(messages, most=self.info.max_model_len)
 
     def request(
         self,
@@ -95,18 +95,13 @@ class Frontend:
         """
         limit, vocab = self.info.max_model_len, self.info.vocab_size
         sampling.check(vocab)
-        ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else _token_ids(prompt)
+        ids = self.tokenizer.encode(prompt, most=limit) if isinstance(prompt, str) else _token_ids(prompt, limit)
         if not ids:
             raise UsageError("the prompt is empty", "give at least one token")
+        room = _room(len(ids), limit)
         for token in ids:
             if not 0 <= token < vocab:
                 raise UsageError(f"token id {token} is not in the vocabulary (0 to {vocab - 1})")
-        room = limit - len(ids)
-        if room < 1:
-            raise CapacityError(
-                f"the prompt has {len(ids)} tokens, the context holds {limit} and one must be left for the answer",
-                f"shorten the prompt by {1 - room} tokens, or raise --max-model-len if the model allows",
-            )
         asked = sampling.max_tokens
         if asked is not None and asked > room:
             raise CapacityError(
@@ -118,7 +113,7 @@ class Frontend:
             _check_beams(sampling.beam_width, len(stop_ids), vocab)
         return Request(
             id=request_id or uuid.uuid4().hex,
-            prompt=ids,
+            prompt=tuple(ids),
             sampling=sampling,
             seed=self._draw_seed() if sampling.seed is None else sampling.seed,
             stop_ids=tuple(sorted(stop_ids)),
@@ -156,11 +151,23 @@ def _check_beams(width: int, stops: int, vocab: int) -> None:
         )
 
 
-def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+def _room(count: int, limit: int) -> int:
+    """The tokens that a prompt of `count` leaves for the answer; CapacityError if there are none."""
+    room = limit - count
+    if room < 1:
+        raise CapacityError(
+            f"the prompt has {count} tokens, the context holds {limit} and one must be left for the answer",
+            f"shorten the prompt by {1 - room} tokens, or raise --max-model-len if the model allows",
+        )
+    return room
+
+
+def _token_ids(prompt: Sequence[int], limit: int) -> tuple[int, ...]:
     """The prompt as plain ints, numpy's taken too; nothing that only happens to be a number."""
     if isinstance(prompt, (bytes, bytearray, dict)):
         raise UsageError(f"the prompt is of type {type(prompt).__name__}", "give a text or token ids")
     try:
+        _room(len(prompt), limit)  # before each of what may be millions is looked at
         ids = tuple(operator.index(token) for token in prompt)
     except TypeError as error:
         raise UsageError(f"the prompt is neither a text nor token ids: {error}", "give a text or token ids") from error

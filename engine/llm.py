@@ -64,9 +64,8 @@ class RequestOutput:
 class LLM:
     """A model ready to generate, on an engine of its own.
 
-    Scripts for vLLM may go on to name `tokenizer` (the model's own), `tensor_parallel_size` (1), `trust_remote_code` (a
-    model's own code is not run in any case) and `gpu_memory_utilization` (there is no GPU here: the KV cache is sized
-    from the machine's memory, or by `kv_cache_memory_bytes`); what they name and cannot have is an error.
+    Scripts for vLLM may go on to name `tokenizer` (the model's own), `tensor_parallel_size` (1) and `trust_remote_code`
+    (a model's own code is not run in any case); what they name and cannot have is an error.
 
     `process=True` runs the engine in a process of its own. Every other keyword is a field of EngineConfig;
     `speculative_config` is also taken as a dict of its fields. Use it as a context manager, or call `close`, to release
@@ -88,6 +87,7 @@ class LLM:
         block_size: int = 32,
         num_gpu_blocks_override: int = 0,
         kv_cache_memory_bytes: int = 0,
+        gpu_memory_utilization: float = 0.0,
         enable_prefix_caching: bool = True,
         cache_audit: float = 0.0,
         scheduling_policy: str = "hybrid",
@@ -99,10 +99,9 @@ class LLM:
         speculative_config: SpeculativeConfig | dict[str, str | int] | None = None,
         process: bool = False,
         tensor_parallel_size: int = 1,
-        gpu_memory_utilization: float = 0.9,
         trust_remote_code: bool = False,
     ) -> None:
-        _check_claims(model, tokenizer, tensor_parallel_size, gpu_memory_utilization)
+        _check_claims(model, tokenizer, tensor_parallel_size)
         self.config = EngineConfig(
             model=model,
             dtype=_DTYPE_NAMES.get(dtype, dtype),
@@ -113,6 +112,7 @@ class LLM:
             block_size=block_size,
             num_gpu_blocks_override=num_gpu_blocks_override,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
+            gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
             cache_audit=cache_audit,
             scheduling_policy=scheduling_policy,
@@ -264,7 +264,7 @@ class _Collector:
         return RequestOutput(request.id, prompt, request.prompt, tuple(completions), self._cached, of_prompt)
 
 
-def _check_claims(model: str, tokenizer: str | None, ranks: int, memory: float) -> None:
+def _check_claims(model: str, tokenizer: str | None, ranks: int) -> None:
     """UsageError for what a script for vLLM names and cannot have."""
     if tokenizer and tokenizer != model:
         raise UsageError(f"tokenizer is `{tokenizer}`, only the model's own can be named", "leave it out")
@@ -272,8 +272,6 @@ def _check_claims(model: str, tokenizer: str | None, ranks: int, memory: float) 
         raise UsageError(
             f"tensor_parallel_size is {ranks}, a model runs in one engine on this machine", "leave it out, or give 1"
         )
-    if not 0 < memory <= 1:
-        raise UsageError(f"gpu_memory_utilization is {memory}, it must be above 0 and at most 1", "leave it out")
 
 
 def _speculation(given: SpeculativeConfig | dict[str, str | int] | None) -> SpeculativeConfig:

@@ -36,7 +36,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     blocks_total: int = 0
     blocks_free: int = 0
     blocks_cached: int = 0
+    fragmentation: float = 0.0  # of the blocks not in use, those that cannot be had in runs of 16
+    waste: float = 0.0  # of the positions in blocks in use, those that hold no token
     evictions: int = 0
+    evicted_reused: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -86,6 +89,12 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
     total: int
 
 
+class Opened(msgspec.Struct, frozen=True, tag="opened"):
+    """Before `Ready`: the model was found, and this is the folder with its tokenizer."""
+
+    folder: str
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The engine could not start, or died: the error's class name, message and hint."""
 
@@ -108,4 +117,4 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
 
 
 Command = Submit | Abort | GetStats | Shutdown
-Event = Ready | Loading | Failed | Outputs | Stats
+Event = Ready | Loading | Opened | Failed | Outputs | Stats

@@ -28,21 +28,21 @@ class Style(Protocol):
 
 
 class TextStream:
-    """Tokens in, text out: exactly the bytes of the tokens, cut at whole characters.
+    """Bytes of tokens in, text out: exactly the bytes of the tokens, cut at whole characters.
 
     Bytes that can still become a character are held back; bytes that cannot are replaced by U+FFFD at once.
     """
 
-    __slots__ = ("_decoder", "_lead", "_style")
+    __slots__ = ("_decoder", "_lead")
 
-    def __init__(self, style: Style) -> None:
-        self._style = style
-        self._lead = style.lead
+    def __init__(self, lead: str) -> None:
+        self._lead = lead
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, token: str) -> str:
-        """The text that this token completes."""
-        return self._strip(self._decoder.decode(self._style.token_bytes(token)))
+    def push(self, data: bytes) -> str:
+        """The text that a token with these bytes completes."""
+        text = self._decoder.decode(data)
+        return self._strip(text) if self._lead else text
 
     def finish(self) -> str:
         """What was held back: an unfinished character as U+FFFD."""

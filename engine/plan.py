@@ -35,6 +35,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     max_logit_rows: int
     enable_prefix_caching: bool
+    eviction_k: int
     scheduling_policy: str
     async_depth: int
     speculation: SpeculativeConfig
@@ -76,6 +77,7 @@ def resolve(config: EngineConfig, model: Model) -> tuple[Plan, MemoryBudget]:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_logit_rows=config.max_logit_rows,
         enable_prefix_caching=config.enable_prefix_caching,
+        eviction_k=config.eviction_k,
         scheduling_policy=config.scheduling_policy,
         async_depth=config.async_depth,
         speculation=config.speculative_config,

@@ -6,6 +6,8 @@ meanwhile, and hands it to `ProcessClient`. Hence this file imports next to noth
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import signal
 import subprocess
@@ -25,12 +27,18 @@ def new_epoch() -> int:
     return time.time_ns()
 
 
+PREFIX = "llmctl-engine-"
+_LOCK = "lock"
+
+
 class EngineProcess:
     """A process that loads this model, reached over a fresh local socket. Its holder must `end` or `release` it."""
 
     def __init__(self, config: EngineConfig, epoch: int) -> None:
         self.epoch = epoch
-        self.folder = Path(tempfile.mkdtemp(prefix="llmctl-"))
+        sweep()
+        self.folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self._lock = _lock(self.folder)
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -41,6 +49,10 @@ class EngineProcess:
         command = [sys.executable, "-P", "-m", f"{__package__}.worker", address, str(epoch), settings]
         self.process = _start(command)
         self._ended = False
+
+    def kill(self) -> None:
+        """Stop the process at once; its client tells the open requests that it ended."""
+        self.process.kill()
 
     def end(self) -> None:
         """Stop the process if it still runs, and clear away what belongs to it. A second call does nothing."""
@@ -57,6 +69,31 @@ class EngineProcess:
         self.context.term()
         self.process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+
+def sweep() -> None:
+    """Remove the socket folders of processes that ended without doing so: those whose lock nobody holds."""
+    for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{_LOCK}"):
+        try:
+            handle = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError:  # another user's, or removed meanwhile
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(handle)
+
+
+def _lock(folder: Path) -> int:
+    """A descriptor of the folder's lock, held until it is closed or the process ends. It appears already locked."""
+    handle = os.open(folder / "new", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    os.rename(folder / "new", folder / _LOCK)
+    return handle
 
 
 def _start(command: list[str]) -> subprocess.Popen[bytes]:

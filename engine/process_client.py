@@ -7,6 +7,8 @@ import contextlib
 import logging
 import queue
 import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -24,6 +26,7 @@ from .messages import (
     Failed,
     GetStats,
     Loading,
+    Opened,
     Outputs,
     Ready,
     Shutdown,
@@ -43,7 +46,8 @@ class ProcessClient:
     """Runs the engine in a process of its own and reaches it over a fresh local socket.
 
     The constructor waits until the model is loaded; setting `cancelled` makes it give up and raise EngineDead. A
-    process that was `started` already for this very config is taken over, and `epoch` is then its own.
+    process that was `started` already for this very config is taken over, and `epoch` is then its own. `opened` is
+    called with the folder that has the model's tokenizer, while the engine is still being built.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class ProcessClient:
         progress: Progress | None = None,
         cancelled: threading.Event | None = None,
         started: EngineProcess | None = None,
+        opened: Callable[[Path], None] | None = None,
     ) -> None:
         self._engine = EngineProcess(config, epoch) if started is None else started
         self._process, self._socket, self._context = self._engine.process, self._engine.socket, self._engine.context
@@ -60,7 +65,7 @@ class ProcessClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
         try:
-            self.info = self._await_ready(progress, cancelled or threading.Event())
+            self.info = self._await_ready(progress, cancelled or threading.Event(), opened)
         except BaseException:
             self._engine.end()
             raise
@@ -113,10 +118,6 @@ class ProcessClient:
             self._process.kill()
             self._thread.join()
 
-    def kill(self) -> None:
-        """Stop the engine process at once; open requests are told that it ended."""
-        self._process.kill()
-
     def _send(self, command: Command) -> None:
         self._commands.put(command)
         with self._wake_lock:
@@ -124,7 +125,9 @@ class ProcessClient:
                 with contextlib.suppress(zmq.Again):  # full of calls that were not answered yet: one more says nothing
                     self._sender.send(b"", zmq.NOBLOCK)
 
-    def _await_ready(self, progress: Progress | None, cancelled: threading.Event) -> EngineInfo:
+    def _await_ready(
+        self, progress: Progress | None, cancelled: threading.Event, opened: Callable[[Path], None] | None
+    ) -> EngineInfo:
         while True:
             while not self._socket.poll(200) or cancelled.is_set():
                 if cancelled.is_set():
@@ -137,6 +140,9 @@ class ProcessClient:
                 case Loading(description, done, total):
                     if progress is not None:
                         progress(description, done, total)
+                case Opened(folder):
+                    if opened is not None:
+                        opened(Path(folder))
                 case Failed() as failed:
                     self._process.wait()
                     raise _rebuild(failed)

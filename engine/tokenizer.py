@@ -15,16 +15,17 @@ import tokenizers
 from ..kernels.errors import CheckpointError, UsageError
 from .chat_template import Message, render
 from .load.text import ChatInfo
+from .long_text import encode, refuse_hopeless
 from .pieces import TextStream, decoder_style
 
 
 class Tokenizer:
     """The tokenizer in `folder`, with `template` as its chat template if one is given.
 
-    Immutable once made, and safe to share between threads.
+    Safe to share between threads: nothing changes once it is made, but that it remembers the bytes of tokens it met.
     """
 
-    __slots__ = ("_backend", "_special_ids", "_style", "chat")
+    __slots__ = ("_backend", "_bytes", "_special_ids", "_style", "chat")
 
     def __init__(self, folder: Path, template: str | None = None) -> None:
         try:
@@ -39,6 +40,7 @@ class Tokenizer:
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(index for index, token in added.items() if token.special)
+        self._bytes: dict[int, bytes] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -51,15 +53,14 @@ class Tokenizer:
         """Tokens that end a text."""
         return self.chat.eos_ids
 
-    def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids of the text, with the tokens the model wants round it (such as BOS) if `add_special`."""
-        try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
-        except (UnicodeEncodeError, TypeError) as error:
-            raise UsageError(
-                "the text holds a lone surrogate, which is no character", "send text that can be written as UTF-8"
-            ) from error
-        return ids
+    def encode(self, text: str, add_special: bool = True, most: int | None = None) -> list[int]:
+        """Token ids of the text, with the tokens the model wants round it (such as BOS) if `add_special`.
+
+        A text that is far too long for `most` tokens is a CapacityError, without encoding all of it.
+        """
+        if most is not None:
+            refuse_hopeless(self._backend, text, most)
+        return list(encode(self._backend, text, add_special).ids)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of these tokens; bytes that form no character become U+FFFD, unknown ids nothing."""
@@ -68,10 +69,17 @@ class Tokenizer:
 
     def token_bytes(self, index: int) -> bytes:
         """The bytes that a token adds to a text."""
-        token = self.token(index)
-        if token is None:
+        data = self.known_bytes(index)
+        if data is None:
             raise UsageError(f"there is no token {index}", f"the vocabulary has {self.vocab_size} tokens")
-        return self._style.token_bytes(token)
+        return data
+
+    def known_bytes(self, index: int) -> bytes | None:
+        """As `token_bytes`; None for an id without a token."""
+        data = self._bytes.get(index)
+        if data is None and (token := self.token(index)) is not None:
+            data = self._bytes[index] = self._style.token_bytes(token)
+        return data
 
     def token(self, index: int) -> str | None:
         """The token as the vocabulary writes it, None for an id without one."""
@@ -84,7 +92,7 @@ class Tokenizer:
 
     def stream(self) -> TextStream:
         """A new stream from this vocabulary's tokens to text."""
-        return TextStream(self._style)
+        return TextStream(self._style.lead)
 
     def apply_chat_template(
         self,
@@ -117,10 +125,11 @@ class Tokenizer:
         tools: Sequence[Mapping[str, object]] | None = None,
         documents: Sequence[Mapping[str, object]] | None = None,
         variables: Mapping[str, object] | None = None,
+        most: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation. The template writes every special token itself, so none is added."""
+        """Token ids of a conversation, `most` as in `encode`. The template writes every special token itself."""
         text = self.apply_chat_template(messages, add_generation_prompt, tools, documents, variables)
-        return self.encode(text, add_special=False)
+        return self.encode(text, add_special=False, most=most)
 
 
 class IncrementalDecoder:
@@ -140,9 +149,9 @@ class IncrementalDecoder:
         """The text that these tokens complete."""
         texts = []
         for index in ids:
-            token = self._tokenizer.token(index)
-            if token is not None and not (self._skip_special and self._tokenizer.is_special(index)):
-                texts.append(self._stream.push(token))
+            data = self._tokenizer.known_bytes(index)
+            if data is not None and not (self._skip_special and self._tokenizer.is_special(index)):
+                texts.append(self._stream.push(data))
         return "".join(texts)
 
     def finish(self) -> str:
@@ -169,6 +178,8 @@ class StopMatcher:
         """(text that is safe to show, the stop string found or None). After a match everything is swallowed."""
         if self._found is not None:
             return "", self._found
+        if not self._stops:
+            return text, None
         self._held += text
         start, stop = self._first()
         unsure = self._first_partial()

@@ -14,10 +14,10 @@ import msgspec
 import zmq
 
 from ..kernels.errors import LlmctlError
+from .assemble import assemble, find_model
 from .config import EngineConfig
-from .launch import build_engine
 from .loop import run_loop
-from .messages import Command, Event, Failed, Loading, Ready, Shutdown
+from .messages import Command, Event, Failed, Loading, Opened, Ready, Shutdown
 
 PARENT_CHECK_MS = 1000
 
@@ -60,9 +60,9 @@ def main(address: str, epoch: int, settings: str) -> int:
     channel = Channel(address)
     try:
         config = msgspec.json.decode(settings, type=EngineConfig)
-        engine, info = build_engine(
-            config, epoch=epoch, progress=lambda text, done, total: channel.emit(Loading(text, done, total))
-        )
+        model = find_model(config, lambda text, done, total: channel.emit(Loading(text, done, total)))
+        channel.emit(Opened(str(model.folder)))
+        engine, info = assemble(config, model, epoch=epoch)
         channel.emit(Ready(info))
         run_loop(engine, epoch, channel.inbox, channel.emit)
         engine.close()

@@ -2,7 +2,8 @@
 
 Memory is bounded by one block, the second moments of its inputs and one batch of activations, whatever the size of the
 model; the activations of all calibration tokens between two blocks lie in a mapped file once they are large. Blocks see
-the outputs of quantized blocks before them, as they will in use, so later ones can answer for earlier errors.
+the outputs of quantized blocks before them, so that a method that corrects errors can answer for earlier ones, or those
+of the original blocks, which takes one pass where the other takes two.
 """
 
 from __future__ import annotations

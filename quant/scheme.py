@@ -43,6 +43,8 @@ class Scheme:
             raise UsageError(f"unknown quantization method `{self.method}`", f"known: {', '.join(METHODS)}")
         if self.bits != 4:
             raise UsageError(f"{self.method} with {self.bits} bits", "supported: 4")
+        if self.group_size not in (*GROUP_SIZES, -1):
+            raise _no_group_size(self.group_size)
         for pattern in self.ignore:
             _matcher(pattern)
 
@@ -73,11 +75,11 @@ class Scheme:
 def stored_group_size(asked: int, widths: Iterable[int], strict: bool) -> int:
     """The largest of GROUP_SIZES that is at most `asked` and divides all widths; -1 stays.
 
-    UsageError if nothing of at least 32 does, or if `strict` and it is not `asked`.
+    UsageError for what is none of them, or if `strict` and another is stored; UnsupportedModel if 32 does not divide.
     """
     distinct = sorted(set(widths))
-    if asked != -1 and asked < GROUP_SIZES[-1]:
-        raise UsageError(f"group size {asked}", f"use {', '.join(map(str, GROUP_SIZES))}, or -1 for whole outputs")
+    if asked not in (*GROUP_SIZES, -1):
+        raise _no_group_size(asked)
     least = GROUP_SIZES[-1]
     odd = [width for width in distinct if width % least]
     if odd:
@@ -88,10 +90,16 @@ def stored_group_size(asked: int, widths: Iterable[int], strict: bool) -> int:
         return asked
     stored = next(size for size in GROUP_SIZES if size <= asked and all(width % size == 0 for width in distinct))
     if strict and stored != asked:
-        undivided = [width for width in distinct if width % asked]
-        reason = f"does not divide {undivided[0]} inputs" if undivided else "is read by no kernel"
-        raise UsageError(f"group size {asked} {reason}", f"use --group-size {stored}, or leave out --strict-group-size")
+        undivided = next(width for width in distinct if width % asked)
+        raise UsageError(
+            f"group size {asked} does not divide {undivided} inputs",
+            f"use --group-size {stored}, or leave out --strict-group-size",
+        )
     return stored
+
+
+def _no_group_size(asked: int) -> UsageError:
+    return UsageError(f"group size {asked}", f"use {', '.join(map(str, GROUP_SIZES))}, or -1 for whole outputs")
 
 
 def module_format(format: WeightFormat, k: int) -> WeightFormat:

@@ -26,9 +26,9 @@ run llmctl models pull
 run llmctl quantize --awq --group-size 128 --output "$quantized" --overwrite
 
 # The server says on its stdout where it is, once it is ready.
-say llmctl serve "$quantized" --port 0 '&'
+say llmctl serve "$quantized" --port 0 --disable-log-requests '&'
 address=$(mktemp)
-llmctl serve "$quantized" --port 0 >"$address" &
+llmctl serve "$quantized" --port 0 --disable-log-requests >"$address" &
 server=$!
 trap 'kill $server 2>/dev/null || true; rm -f "$address"' EXIT
 until grep -q http "$address"; do

@@ -1,6 +1,7 @@
 """Tests see the product as users do: as `llmctl`, never as the bare folders of a checkout."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +13,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # `python -m pytest` puts the working directory first; `import kernels` would then find ours instead of PyPI's.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
+
+# A shell ignores Ctrl-C in what it starts in the background, and processes inherit that; tests that send it need it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

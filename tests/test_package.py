@@ -11,7 +11,7 @@ import llmctl
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = (
     *("torch", "transformers", "tokenizers", "huggingface_hub", "prompt_toolkit"),
-    *("fastapi", "uvicorn", "prometheus_client", "yaml"),
+    *("starlette", "uvicorn", "uvloop", "prometheus_client", "yaml"),
 )
 SUFFIXES = {".py", ".sh", ".md", ".toml", ".txt", ".yaml", ".yml", ".hpp", ".cpp", ".cuh"}
 

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 
-from .errors import RETRY_S, ApiError
+from .errors import RETRY_S, ApiError, shutting_down
 
 MAX_RETRY_S = 600
 WINDOW = 16  # answers that the running mean of durations remembers, roughly
@@ -39,6 +39,10 @@ class Admission:
         """Sequences whose answer is not complete."""
         return self._open
 
+    def has_room(self, sequences: int) -> bool:
+        """Whether so many more may come in now."""
+        return self._open + sequences <= self._limit
+
     @contextlib.contextmanager
     def admit(self, sequences: int) -> Iterator[None]:
         """Hold places for these sequences. ApiError 503 while draining, 429 if there is no room, 400 if never."""
@@ -47,7 +51,7 @@ class Admission:
             raise ApiError(
                 400, f"{sequences} sequences are asked for, this server holds at most {self._limit} at once", param="n"
             )
-        if self._open + sequences > self._limit:
+        if not self.has_room(sequences):
             raise ApiError(
                 429,
                 f"the queue is full: {self._open} sequences are open, at most {self._limit} may be",
@@ -68,7 +72,7 @@ class Admission:
     def check_open(self) -> None:
         """ApiError 503 while draining."""
         if self._draining:
-            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_s=RETRY_S)
+            raise shutting_down("the server is shutting down")
 
     @property
     def retry_s(self) -> int:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from starlette.responses import Response
@@ -21,12 +22,14 @@ from ...engine.request import FinishReason, Request, TokenLogprobs
 from ...kernels.errors import LlmctlError
 from .deltas import Deltas, opened
 from .errors import ApiError, bug, of_llmctl
-from .journal import CLIENT_LEFT, Record
+from .journal import Record
 from .service import Service
 from .shape import Piece, Shape, Tally
 
 log = logging.getLogger(__name__)
 
+TURNS = 2  # of the loop, after which it has heard of a client that left right after its request
+MORE_TURNS = 8  # after which the work of such a client has been cancelled too
 PING_S = 15.0  # a stream that says nothing for so long is sent a comment, lest a proxy close it
 
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -66,8 +69,13 @@ class Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or stop as soon as nobody listens."""
-        working = asyncio.create_task(self._work(scope, receive, send))
         leaving = asyncio.create_task(_client_left(receive))
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        if leaving.done():
+            self._record.client_left()
+            return
+        working = asyncio.create_task(self._work(scope, receive, send, leaving))
         try:
             await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -75,20 +83,24 @@ class Answer(Response):
                 task.cancel()
             await asyncio.gather(working, leaving, return_exceptions=True)
         if working.cancelled():
-            self._record.status, self._record.error = CLIENT_LEFT, "client left"
+            self._record.client_left()
         else:
             working.result()
 
-    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _work(self, scope: Scope, receive: Receive, send: Send, leaving: asyncio.Task[None]) -> None:
         job, service, record = self._job, self._service, self._record
         events = EventStream(send)
         try:
-            frontend = service.frontend()
+            engine = service.ready()
+            frontend = engine.frontend
+            await self._let_others_leave()
             with service.admission.admit(job.sequences):
                 requests = await asyncio.to_thread(job.prepare, frontend)
+                if leaving.done():  # while we were encoding, and it has not been our turn to be cancelled yet
+                    raise asyncio.CancelledError
                 tally = record.tally = Tally(requests)
                 shape = job.shape(frontend, requests)
-                with opened(frontend, requests) as deltas:
+                with opened(frontend, engine.mailbox, requests) as deltas:
                     if job.stream:
                         await self._stream(deltas, shape, tally, events)
                     else:
@@ -96,12 +108,19 @@ class Answer(Response):
                         await Response(body, media_type="application/json")(scope, receive, send)
                 record.answered()
         except Exception as error:  # whatever it is, the client gets an answer
-            answer = self._api_error(error)
+            answer = service.explained(self._api_error(error))
             record.error = answer.code or answer.message
             if events.begun:
                 await events.fail(answer)
             else:
                 await answer.response()(scope, receive, send)
+
+    async def _let_others_leave(self) -> None:
+        """Before a queue is called full: let the loop hear of clients that have left it meanwhile."""
+        for _ in range(MORE_TURNS):
+            if self._service.admission.has_room(self._job.sequences):
+                break
+            await asyncio.sleep(0)
 
     def _api_error(self, error: Exception) -> ApiError:
         if isinstance(error, ApiError):
@@ -116,24 +135,25 @@ class Answer(Response):
         opened_choices: set[int] = set()
         of_prompts: dict[int, tuple[TokenLogprobs, ...]] = {}  # they come with the first delta of each request
         while not deltas.finished:
-            item = await deltas.next(PING_S)
-            if item is None:
+            items = await deltas.next(PING_S)
+            if not items:
                 await events.ping()
                 continue
-            choice, delta = self._note(*item, tally)
-            gathered[choice].add(delta)
-            of_prompt = of_prompts.setdefault(item[0], delta.prompt_logprobs)
-            chunks: list[bytes | None] = []
-            if choice not in opened_choices:
-                opened_choices.add(choice)
-                chunks.append(shape.opening(choice, of_prompt))
-            if delta.text or delta.finish is not None:
-                piece = gathered[choice].take()
-                if piece.text or (piece.tokens and self._job.details):
-                    chunks.append(shape.piece(choice, piece))
-            if delta.finish is not None:
-                chunks.append(shape.ending(choice, delta.finish))
-            await events.send([chunk for chunk in chunks if chunk is not None])
+            chunks: list[bytes] = []
+            for choice, delta in self._noted(items, tally):
+                gathered[choice].add(delta)
+                of_prompt = of_prompts.setdefault(choice // self._job.samples, delta.prompt_logprobs)
+                if choice not in opened_choices:
+                    opened_choices.add(choice)
+                    if (opening := shape.opening(choice, of_prompt)) is not None:
+                        chunks.append(opening)
+                if delta.text or delta.finish is not None:
+                    piece = gathered[choice].take()
+                    if piece.text or (piece.tokens and self._job.details):
+                        chunks.append(shape.piece(choice, piece))
+                if delta.finish is not None:
+                    chunks.append(shape.ending(choice, delta.finish))
+            await events.send(chunks)
         if self._job.include_usage:
             await events.send([shape.totals(tally.usage())])
         await events.done()
@@ -143,26 +163,25 @@ class Answer(Response):
         finishes: dict[int, FinishReason] = {}
         of_prompts: dict[int, tuple[TokenLogprobs, ...]] = {}
         while not deltas.finished:
-            item = await deltas.next(PING_S)
-            if item is None:
-                continue
-            choice, delta = self._note(*item, tally)
-            gathered[choice].add(delta)
-            of_prompts.setdefault(item[0], delta.prompt_logprobs)
-            if delta.finish is not None:
-                finishes[choice] = delta.finish
+            for choice, delta in self._noted(await deltas.next(PING_S), tally):
+                gathered[choice].add(delta)
+                of_prompts.setdefault(choice // self._job.samples, delta.prompt_logprobs)
+                if delta.finish is not None:
+                    finishes[choice] = delta.finish
         choices = [
             (gathered[choice].take(of_prompts[choice // self._job.samples]), finishes[choice])
             for choice in range(self._job.sequences)
         ]
         return shape.whole(choices, tally.usage())
 
-    def _note(self, which: int, delta: TextDelta, tally: Tally) -> tuple[int, TextDelta]:
-        """The delta and the choice it belongs to, after everything that counts has counted it."""
-        choice = which * self._job.samples + delta.index
-        self._record.tokens_came(choice, delta)
-        tally.add(which, delta)
-        return choice, delta
+    def _noted(self, items: Sequence[tuple[int, TextDelta]], tally: Tally) -> Iterator[tuple[int, TextDelta]]:
+        """The deltas and the choices they belong to, each after everything that counts has counted it."""
+        now = time.monotonic()
+        for which, delta in items:
+            choice = which * self._job.samples + delta.index
+            self._record.tokens_came(choice, delta, now)
+            tally.add(which, delta)
+            yield choice, delta
 
 
 class EventStream:

@@ -19,7 +19,7 @@ from .responses import (
     Delta,
     Usage,
 )
-from .shape import Heading, Piece
+from .shape import Frame, Heading, Piece
 from .token_text import chat_logprob
 
 
@@ -39,6 +39,7 @@ class ChatShape:
     ) -> None:
         self._heading, self._tokenizer = heading, tokenizer
         self._logprobs, self._chunk_usage, self._prompt = logprobs, chunk_usage, prompt
+        self._frames: dict[int, Frame] = {}  # by choice, where pieces are nothing but text
 
     def opening(self, choice: int, of_prompt: tuple[TokenLogprobs, ...]) -> bytes:
         """The assistant's role."""
@@ -50,6 +51,11 @@ class ChatShape:
 
     def piece(self, choice: int, piece: Piece) -> bytes:
         """See Shape."""
+        if not self._logprobs and self._prompt is None:
+            if choice not in self._frames:
+                chunk = self._chunk([ChatChunkChoice(choice, Delta(content=""))], self._chunk_usage)
+                self._frames[choice] = Frame(chunk, "content")
+            return self._frames[choice].fill(piece.text)
         part = ChatChunkChoice(
             choice, Delta(content=piece.text), self._logprobs_of(piece), token_ids=self._ids_of(piece)
         )

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from ...engine.request import ParameterError
 from ...kernels.errors import CapacityError, EngineDead, LlmctlError, UsageError
 
+ENGINE_DEAD = "engine_dead"
 RETRY_S = 5  # what to wait when nothing is known about how long it takes
 
 
@@ -62,7 +63,12 @@ def of_llmctl(error: LlmctlError, prompt: str) -> ApiError:
 
 def engine_dead(message: str) -> ApiError:
     """The answer when the engine is gone."""
-    return ApiError(503, message, code="engine_dead", retry_s=RETRY_S)
+    return ApiError(503, message, code=ENGINE_DEAD, retry_s=RETRY_S)
+
+
+def shutting_down(message: str) -> ApiError:
+    """The answer when the server ends before it could answer."""
+    return ApiError(503, message, code="shutting_down", retry_s=RETRY_S)
 
 
 def of_failed_sequence(message: str, failure: EngineDead | None) -> ApiError:

@@ -13,6 +13,7 @@ import time
 import uuid
 from dataclasses import dataclass, field
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...engine.frontend import TextDelta
@@ -46,19 +47,22 @@ class Record:
     finishes: dict[FinishReason, int] = field(default_factory=dict)
     last_tokens: dict[int, float] = field(default_factory=dict)  # when each choice last got tokens
 
-    def tokens_came(self, choice: int, delta: TextDelta) -> None:
-        """Take the time of a delta."""
-        now = time.monotonic()
+    def tokens_came(self, choice: int, delta: TextDelta, now: float) -> None:
+        """Take note of a delta that came at this time."""
         if delta.tokens:
             if self.first_token_s is None:
                 self.first_token_s = now - self.started
                 self.metrics.first_token(self.first_token_s)
-            if choice in self.last_tokens:
-                self.metrics.more_tokens(now - self.last_tokens[choice], len(delta.tokens))
+            if (last := self.last_tokens.get(choice)) is not None:
+                self.metrics.more_tokens(now - last, len(delta.tokens))
             self.last_tokens[choice] = now
         if delta.finish is not None:
             self.finishes[delta.finish] = self.finishes.get(delta.finish, 0) + 1
             self.metrics.sequence_ended(delta.finish)
+
+    def client_left(self) -> None:
+        """Nobody listens any more."""
+        self.status, self.error = CLIENT_LEFT, "client left"
 
     def answered(self) -> None:
         """The whole answer was sent."""
@@ -112,6 +116,8 @@ class Journal:
 
         try:
             await self._app(scope, receive, noted)
+        except ClientDisconnect:  # in the middle of its body: nobody is left to answer
+            record.client_left()
         except Exception as error:
             log.exception("request %s failed", record.id)
             record.error = type(error).__name__

@@ -5,10 +5,12 @@ Figures of the engine are read from its counters at the time of the scrape; figu
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ...engine.messages import EngineStats
@@ -34,8 +36,8 @@ class Metrics:
         self._http = counter("http_requests", "HTTP requests by endpoint and status.", "endpoint", "status")
         self._finished = counter("request_success", "Sequences that ended, by reason.", "finished_reason")
         self._ttft = histogram("time_to_first_token_seconds", "From the request to its first token.", _SLOW)
-        itl = histogram("inter_token_latency_seconds", "Between tokens of one sequence.", _FAST)
-        self._itl = itl.labels(model)  # found once, not for each token
+        self._between_tokens = _TokenLatencies(model)
+        self._registry.register(self._between_tokens)
         self._e2e = histogram("e2e_request_latency_seconds", "From the request to the end of its answer.", _SLOW)
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._generated = histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
@@ -46,8 +48,7 @@ class Metrics:
 
     def more_tokens(self, seconds: float, count: int) -> None:
         """So many tokens of a sequence came so long after its last ones."""
-        for _ in range(count):
-            self._itl.observe(seconds / count)
+        self._between_tokens.add(seconds / count, count)
 
     def sequence_ended(self, reason: FinishReason) -> None:
         """A sequence ended."""
@@ -72,6 +73,31 @@ class Metrics:
         return generate_latest(self._registry)
 
 
+class _TokenLatencies(Collector):
+    """A histogram that counts one token at a time at little cost: the library's takes a lock for each of its values.
+
+    Only the event loop's thread uses it, which also scrapes.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._counts = [0] * (len(_FAST) + 1)
+        self._sum_s = 0.0
+
+    def add(self, seconds: float, tokens: int) -> None:
+        """So many tokens each took so long."""
+        self._counts[bisect_left(_FAST, seconds)] += tokens
+        self._sum_s += seconds * tokens
+
+    def collect(self) -> Iterable[Metric]:
+        """The histogram, its buckets cumulative as Prometheus has them."""
+        name, text = "llmctl:inter_token_latency_seconds", "Between tokens of one sequence."
+        family = HistogramMetricFamily(name, text, labels=("model_name",))
+        bounds = (*map(str, _FAST), "+Inf")
+        family.add_metric((self._model,), tuple(zip(bounds, accumulate(self._counts))), self._sum_s)
+        yield family
+
+
 class _EngineCollector(Collector):
     """Reads the engine's counters when scraped."""
 
@@ -90,6 +116,8 @@ class _EngineCollector(Collector):
             ("kv_blocks", "KV blocks in all.", stats.blocks_total),
             ("kv_blocks_free", "KV blocks that hold nothing.", stats.blocks_free),
             ("kv_blocks_cached", "KV blocks that only the prefix cache holds.", stats.blocks_cached),
+            ("kv_fragmentation", "Share of the blocks not in use that are in no run of 16.", stats.fragmentation),
+            ("kv_waste", "Share of the positions in used blocks that hold no token.", stats.waste),
             ("last_step_age_seconds", "Since the engine's last step; 0 when idle.", stats.last_step_age_s),
         ):  # fmt: skip
             gauge = GaugeMetricFamily(f"llmctl:{name}", text, labels=("model_name",))
@@ -104,6 +132,7 @@ class _EngineCollector(Collector):
             ("cache_audit_failures", "Those that had other bits.", stats.cache_audit_failures),
             ("num_preemptions", "Sequences that had to give their memory up for a while.", stats.preemptions),
             ("kv_evictions", "Cached blocks that were thrown out.", stats.evictions),
+            ("kv_evicted_reused", "Blocks that came back after they were thrown out.", stats.evicted_reused),
             ("spec_decode_num_drafts", "Rows of steps that held drafts.", stats.drafts),
             ("spec_decode_num_draft_tokens", "Tokens drafted.", stats.draft_tokens),
             ("spec_decode_num_accepted_tokens", "Drafted tokens that stood.", stats.accepted_tokens),

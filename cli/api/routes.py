@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 
 import msgspec
-from fastapi import APIRouter
-from fastapi import Request as HttpRequest
 from msgspec import UNSET, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.routing import Route
 
 from ... import __version__
 from ...engine.frontend import Frontend
@@ -29,13 +29,7 @@ from .text_shape import TextShape
 from .translate import chat_messages, chat_sampling, completion_prompts, completion_sampling
 
 MAX_BODY = 32 << 20
-
-REQUESTS: dict[str, type[msgspec.Struct]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-}
+MOST_TOKENS = 1 << 17  # that /tokenize makes of a text, if the context does not hold more
 
 
 class Endpoints:
@@ -44,10 +38,9 @@ class Endpoints:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    def router(self) -> APIRouter:
+    def routes(self) -> list[Route]:
         """The endpoints under their paths."""
-        router = APIRouter()
-        for path, endpoint, method in (
+        table = [
             ("/v1/chat/completions", self.chat_completions, "POST"),
             ("/v1/completions", self.completions, "POST"),
             ("/v1/models", self.models, "GET"),
@@ -56,11 +49,10 @@ class Endpoints:
             ("/detokenize", self.detokenize, "POST"),
             ("/health", self.health, "GET"),
             ("/version", self.version, "GET"),
-        ):
-            router.add_api_route(path, endpoint, methods=[method], response_model=None)
+        ]
         if self._service.settings.metrics:
-            router.add_api_route("/metrics", self.metrics, methods=["GET"], response_model=None)
-        return router
+            table.append(("/metrics", self.metrics, "GET"))
+        return [Route(path, endpoint, methods=[method]) for path, endpoint, method in table]
 
     async def chat_completions(self, http: HttpRequest) -> Response:
         """Answer a conversation."""
@@ -73,7 +65,10 @@ class Endpoints:
             sampling = chat_sampling(asked, self._service.sampling_defaults(frontend))
             sampling.check(frontend.info.vocab_size)
             prompt = frontend.tokenizer.encode_chat(
-                messages, asked.add_generation_prompt is not False, variables=asked.chat_template_kwargs
+                messages,
+                asked.add_generation_prompt is not False,
+                variables=asked.chat_template_kwargs,
+                most=frontend.info.max_model_len,
             )
             return [_request(frontend, prompt, sampling, asked, record, 0)]
 
@@ -121,10 +116,10 @@ class Endpoints:
         self._enter(http, "/v1/models")
         return _json(ModelList([self._model(name) for name in self._service.settings.names]))
 
-    async def model(self, http: HttpRequest, name: str) -> Response:
+    async def model(self, http: HttpRequest) -> Response:
         """One of them."""
         self._enter(http, "/v1/models/{id}")
-        return _json(self._model(self._service.check_model(name)))
+        return _json(self._model(self._service.check_model(http.path_params["name"])))
 
     async def tokenize(self, http: HttpRequest) -> Response:
         """Token ids of a text or of a conversation."""
@@ -137,10 +132,12 @@ class Endpoints:
         messages = None if asked.messages is None else chat_messages(asked.messages)
 
         def encode() -> list[int]:
-            tokenizer = frontend.tokenizer
+            tokenizer, most = frontend.tokenizer, max(MOST_TOKENS, frontend.info.max_model_len)
             if messages is None:
-                return tokenizer.encode(asked.prompt or "", asked.add_special_tokens)
-            return tokenizer.encode_chat(messages, asked.add_generation_prompt, variables=asked.chat_template_kwargs)
+                return tokenizer.encode(asked.prompt or "", asked.add_special_tokens, most)
+            return tokenizer.encode_chat(
+                messages, asked.add_generation_prompt, variables=asked.chat_template_kwargs, most=most
+            )
 
         try:
             tokens = await asyncio.to_thread(encode)

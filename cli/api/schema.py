@@ -175,8 +175,13 @@ def decode(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
 def _refuse_unsupported(record: msgspec.Struct, where: str) -> None:
     given = msgspec.structs.asdict(record)
     for name, neutral in _NEUTRAL.get(type(record), {}).items():
-        if given[name] is not None and given[name] not in neutral:
+        if given[name] is not None and not any(_same(given[name], value) for value in neutral):
             raise ApiError(400, f"`{where}{name}` is not supported by this server", param=where + name)
+
+
+def _same(given: object, neutral: object) -> bool:
+    """Whether both are the same JSON value: in Python true is 1 as well."""
+    return type(given) is type(neutral) and given == neutral
 
 
 def _invalid(message: str, kind: type[msgspec.Struct]) -> ApiError:

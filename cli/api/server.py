@@ -16,13 +16,14 @@ import threading
 from collections.abc import AsyncIterator, Coroutine
 
 import uvicorn
-from fastapi import FastAPI
+import uvloop
+from starlette.applications import Starlette
 
+from ...engine.attach import attach
+from ...engine.client import EngineClient
 from ...engine.config import EngineConfig
 from ...engine.frontend import Frontend
-from ...engine.launch import face
 from ...engine.process import EngineProcess
-from ...engine.process_client import ProcessClient
 from ...kernels.errors import EngineDead
 from ..console import Console
 from . import journal
@@ -36,6 +37,13 @@ log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75  # longer than clients' pools keep an idle connection, so that it is they who close it
 LAST_WORDS_S = 5  # for answers that are being sent when the engine is closed already
+
+
+def serve(
+    settings: ServeSettings, config: EngineConfig, engine: EngineProcess, listener: socket.socket, console: Console
+) -> signal.Signals | None:
+    """Serve as `Server` does, on an event loop of this thread."""
+    return uvloop.run(Server(settings, config, engine, listener, console).run())
 
 
 class Server:
@@ -56,7 +64,7 @@ class Server:
         self._listener, self._console = listener, console
         self._service = Service(settings, config.max_num_seqs)
         self._cancelled = threading.Event()  # nobody wants the engine that is being loaded any more
-        self._client: ProcessClient | None = None
+        self._client: EngineClient | None = None
         self._failure: Exception | None = None
         self._loading: list[asyncio.Task[None]] = []
         self._signals: list[signal.Signals] = []
@@ -64,6 +72,7 @@ class Server:
         self._http = uvicorn.Server(
             uvicorn.Config(
                 make_app(self._service, self._life),
+                http="httptools",
                 lifespan="on",
                 log_config=None,
                 access_log=False,
@@ -79,7 +88,11 @@ class Server:
         journal.log.setLevel(logging.INFO if settings.log_requests else logging.WARNING)
 
     async def run(self) -> signal.Signals | None:
-        """Serve until a signal ends it, and return which. Raises LlmctlError if the model cannot be loaded."""
+        """Serve until a signal ends it, and return which.
+
+        Raises LlmctlError if the model cannot be loaded, and EngineDead if the engine ends by itself: whoever watches
+        over the server starts it anew.
+        """
         try:
             await self._http.serve(sockets=[self._listener])
         finally:
@@ -94,7 +107,7 @@ class Server:
         return self._signals[0] if self._signals else None
 
     @contextlib.asynccontextmanager
-    async def _life(self, app: FastAPI) -> AsyncIterator[None]:
+    async def _life(self, app: Starlette) -> AsyncIterator[None]:
         """Take the signals over from uvicorn, and begin to load, just before connections are accepted."""
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
@@ -108,13 +121,13 @@ class Server:
 
     async def _load(self) -> None:
         try:
-            frontend, client = await asyncio.to_thread(self._start_engine)
+            frontend = await asyncio.to_thread(self._start_engine)
         except Exception as error:  # a bug as well must end the server, or it would be loading for ever
             if not (self._cancelled.is_set() and isinstance(error, EngineDead)):
                 self._failure = error
             self._http.should_exit = True
             return
-        self._client = client
+        client = self._client = frontend.client
         if self._cancelled.is_set():
             return
         monitor = Monitor(client)
@@ -126,24 +139,27 @@ class Server:
         )
         self._console.data(where)
 
-    async def _watch(self, client: ProcessClient, monitor: Monitor) -> None:
+    async def _watch(self, client: EngineClient, monitor: Monitor) -> None:
         await monitor.watch()
         if client.failure is not None and not self._signals:
-            log.error("%s; requests are refused from now on", client.failure.message)
+            log.error("%s; the server ends", client.failure.message)
+            self._failure = client.failure
+            self._http.should_exit = True  # open requests have been told, and have `LAST_WORDS_S` to pass it on
 
-    def _start_engine(self) -> tuple[Frontend, ProcessClient]:
+    def _start_engine(self) -> Frontend:
         with self._console.progress() as progress:
 
             def tell(description: str, done: int, total: int) -> None:
                 self._service.report_loading(description, done, total)
                 progress(description, done, total)
 
-            client = ProcessClient(self._config, self._engine.epoch, tell, self._cancelled, self._engine)
-        try:
-            return face(client, self._config, self._settings.chat_template), client
-        except BaseException:
-            client.close()
-            raise
+            return attach(
+                self._engine,
+                self._config,
+                template=self._settings.chat_template,
+                progress=tell,
+                cancelled=self._cancelled,
+            )
 
     def _on_signal(self, number: signal.Signals) -> None:
         self._signals.append(number)
@@ -155,8 +171,8 @@ class Server:
         else:
             self._spawn(self._drain(self._client))
 
-    async def _drain(self, client: ProcessClient) -> None:
-        """Let open requests finish, refuse new ones, then end. What takes too long is told that the engine ended."""
+    async def _drain(self, client: EngineClient) -> None:
+        """Let open requests finish, refuse new ones, then end. What takes too long is told so."""
         admission, timeout_s = self._service.admission, self._settings.shutdown_timeout_s
         if admission.open:
             self._console.say(
@@ -164,6 +180,7 @@ class Server:
             )
         if left := await admission.drain(timeout_s):
             log.warning("%d sequences did not finish within %g s and are ended", left, timeout_s)
+        self._service.cut_short()
         await asyncio.to_thread(client.close)
         self._http.should_exit = True
 
@@ -171,6 +188,7 @@ class Server:
         """End now. Without an engine every open answer ends at once, unless its client does not read it."""
         self._cancelled.set()
         if self._client is not None:
-            self._client.kill()
+            self._service.cut_short()
+            self._engine.kill()
         self._http.config.timeout_graceful_shutdown = 1
         self._http.should_exit = True

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from ...engine.frontend import Frontend
 from ...engine.request import SamplingParams
 from .admission import Admission
-from .errors import RETRY_S, ApiError, engine_dead
+from .deltas import Mailbox
+from .errors import ENGINE_DEAD, RETRY_S, ApiError, engine_dead, shutting_down
 from .metrics import Metrics
 from .monitor import Monitor
 from .responses import Health
@@ -20,6 +21,7 @@ from .settings import ServeSettings
 @dataclass(frozen=True, slots=True)
 class _Engine:
     frontend: Frontend
+    mailbox: Mailbox
     monitor: Monitor
 
 
@@ -33,6 +35,7 @@ class Service:
         self.metrics = Metrics(settings.names[0])
         self._loading = "starting"
         self._engine: _Engine | None = None
+        self._cut_short = False
 
     def report_loading(self, description: str, done: int, total: int) -> None:
         """How far loading has come."""
@@ -40,13 +43,23 @@ class Service:
 
     def attach(self, frontend: Frontend, monitor: Monitor) -> None:
         """The model is loaded: requests are served from now on."""
-        self._engine = _Engine(frontend, monitor)
+        self._engine = _Engine(frontend, Mailbox(), monitor)
         self.metrics.watch_engine(lambda: monitor.stats)
 
-    def frontend(self) -> Frontend:
+    def cut_short(self) -> None:
+        """The engine is about to be ended by us, whatever is open."""
+        self._cut_short = True
+
+    def explained(self, error: ApiError) -> ApiError:
+        """The error as the client should see it: an engine that we ended is a server that shuts down."""
+        if self._cut_short and error.code == ENGINE_DEAD:
+            return shutting_down("the server shut down before the answer was complete")
+        return error
+
+    def ready(self) -> _Engine:
         """The engine, for a new request. ApiError 503 if it can take none."""
         self.admission.check_open()
-        return self.loaded().frontend
+        return self.loaded()
 
     def loaded(self) -> _Engine:
         """The engine if it is there and alive, else ApiError 503."""

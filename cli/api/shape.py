@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from ...engine.frontend import TextDelta
 from ...engine.request import FinishReason, Request, TokenLogprobs
 from .responses import PromptDetails, Usage
@@ -33,6 +35,23 @@ class Piece:
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     of_prompt: tuple[TokenLogprobs, ...] = ()
+
+
+class Frame:
+    """A chunk with a text left open, for all the chunks of one choice that differ in nothing else."""
+
+    __slots__ = ("_head", "_tail")
+
+    def __init__(self, chunk: msgspec.Struct, field: str) -> None:
+        """`chunk` has "" in the field of this name, and in no other."""
+        opening = f'"{field}":'.encode()
+        self._head, found, self._tail = msgspec.json.encode(chunk).partition(opening + b'""')  # in a text, " is \\"
+        assert found, field
+        self._head += opening
+
+    def fill(self, text: str) -> bytes:
+        """The chunk with this text."""
+        return self._head + msgspec.json.encode(text) + self._tail
 
 
 class Shape(Protocol):

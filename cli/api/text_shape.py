@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from ...engine.request import FinishReason, TokenLogprobs
 from ...engine.tokenizer import Tokenizer
 from .responses import TextChoice, TextCompletion, TextLogprobs, Usage
-from .shape import Heading, Piece
+from .shape import Frame, Heading, Piece
 from .token_text import TextLogprobsWriter, joined
 
 
@@ -34,6 +34,7 @@ class TextShape:
     ) -> None:
         self._heading, self._chunk_usage = heading, chunk_usage
         self._echo, self._echoed, self._prompts = echo, echoed, prompts
+        self._frames: dict[int, Frame] = {}  # by choice, where pieces are nothing but text
         self._writers = (
             None if logprobs is None else [TextLogprobsWriter(tokenizer, len(text), logprobs > 0) for text in echo]
         )
@@ -47,6 +48,10 @@ class TextShape:
 
     def piece(self, choice: int, piece: Piece) -> bytes:
         """See Shape."""
+        if self._writers is None and self._prompts is None:
+            if choice not in self._frames:
+                self._frames[choice] = Frame(self._completion([TextChoice(choice, "")], self._chunk_usage), "text")
+            return self._frames[choice].fill(piece.text)
         return self._chunk(
             TextChoice(choice, piece.text, self._logprobs_of(choice, piece), token_ids=self._ids_of(piece))
         )
@@ -76,10 +81,11 @@ class TextShape:
         return self._encode([choice], self._chunk_usage)
 
     def _encode(self, choices: list[TextChoice], usage: Usage | UnsetType | None) -> bytes:
+        return msgspec.json.encode(self._completion(choices, usage))
+
+    def _completion(self, choices: list[TextChoice], usage: Usage | UnsetType | None) -> TextCompletion:
         heading = self._heading
-        return msgspec.json.encode(
-            TextCompletion(heading.id, heading.created, heading.model, heading.fingerprint, choices, usage=usage)
-        )
+        return TextCompletion(heading.id, heading.created, heading.model, heading.fingerprint, choices, usage=usage)
 
     def _logprobs_of(self, choice: int, piece: Piece) -> TextLogprobs | None:
         return None if self._writers is None else self._writers[choice].write(piece.tokens, piece.logprobs)

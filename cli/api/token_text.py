@@ -87,4 +87,4 @@ def _name(tokenizer: Tokenizer, token: int) -> str:
 
 def _bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
     """None for an id that the vocabulary does not have: a model's may be padded."""
-    return None if tokenizer.token(token) is None else tokenizer.token_bytes(token)
+    return tokenizer.known_bytes(token)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import msgspec
 
 from ...engine.frontend import merge_sampling
@@ -48,14 +50,12 @@ def completion_prompts(asked: CompletionRequest) -> list[str | list[int]]:
     prompt = asked.prompt
     if isinstance(prompt, str):
         return [prompt]
-    texts = [item for item in prompt if isinstance(item, str)]
-    tokens = [item for item in prompt if isinstance(item, int)]
-    lists = [item for item in prompt if isinstance(item, list)]
-    if not prompt or len(prompt) not in (len(texts), len(tokens), len(lists)):
+    kinds = set(map(type, prompt))  # quick also for millions of ids, which nobody has refused yet
+    if len(kinds) != 1 or bool in kinds:
         raise ApiError(
             400, "`prompt` must be a text, token ids, or a list with only texts or only lists of ids", param="prompt"
         )
-    return [tokens] if tokens else [*texts, *lists]
+    return [cast("list[int]", prompt)] if int in kinds else cast("list[str | list[int]]", prompt)
 
 
 def chat_messages(messages: list[Message], field: str = "messages") -> list[dict[str, str]]:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from ...kernels.errors import UsageError
 
+MOST = 1_000_000  # of anything that is counted: more is a slip of the hand, and would never end
+
 
 @dataclass(frozen=True, slots=True)
 class WorkloadOptions:
@@ -63,5 +65,5 @@ def check(options: WorkloadOptions) -> None:
         ("--prompt-tokens", options.prompt_tokens),
         ("--output-tokens", options.output_tokens),
     ):
-        if value is not None and value < 1:
-            raise UsageError(f"{name} is {value}, it must be at least 1")
+        if value is not None and not 1 <= value <= MOST:
+            raise UsageError(f"{name} is {value}, it must be from 1 to {MOST}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -18,6 +18,7 @@ from .targets import Counts, Piece, RequestFailed, Target, sending
 from .workload import Item
 
 LAG_PERIOD_S = 0.05
+QUIET_S = 10.0  # without a piece of an answer or a new request, after which it is told that requests wait
 
 OK, FAILED, TIMED_OUT = "ok", "failed", "timed out"
 
@@ -65,13 +66,16 @@ async def drive(
     timeout_s: float,
     number: int = 0,
     on_done: Callable[[Observation], None] | None = None,
+    on_quiet: Callable[[int, float], None] | None = None,
 ) -> Round:
     """Send every item when it is due and wait for all answers. Ctrl-C (a cancellation) gives the round as far as it is.
 
-    An error that is no request's own (a dead engine, a prompt that does not fit) is raised.
+    An error that is no request's own (a dead engine, a prompt that does not fit) is raised. While nothing comes
+    `on_quiet` is called now and then with how many requests are open, and for how many seconds nothing has come.
     """
     loop = asyncio.get_running_loop()
     observations: list[Observation] = []
+    waiting = _Waiting()
     room = asyncio.Semaphore(load.max_concurrency or len(items) or 1)
     start = loop.time()
 
@@ -79,13 +83,16 @@ async def drive(
         await _sleep_until(start + arrivals[index])
         async with room:
             due_s = arrivals[index] if load.open_loop else loop.time() - start
-            observation = await _observe(target, items[index], index, start, due_s, timeout_s)
+            with waiting.one_more():
+                observation = await _observe(target, items[index], index, start, due_s, timeout_s, waiting.heard)
         observations.append(observation)
         if on_done is not None:
             on_done(observation)
 
     lags: list[float] = []
-    watch = asyncio.ensure_future(_watch_lag(lags))
+    watches = [asyncio.ensure_future(_watch_lag(lags))]
+    if on_quiet is not None:
+        watches.append(asyncio.ensure_future(waiting.tell(on_quiet)))
     tasks = [asyncio.ensure_future(one(index)) for index in range(len(items))]
     interrupted = False
     try:
@@ -96,9 +103,9 @@ async def drive(
         if current is not None:
             current.uncancel()
     finally:
-        for task in (watch, *tasks):
+        for task in (*watches, *tasks):
             task.cancel()
-        await asyncio.gather(watch, *tasks, return_exceptions=True)
+        await asyncio.gather(*watches, *tasks, return_exceptions=True)
     return Round(
         backend=target.backend,
         number=number,
@@ -109,7 +116,48 @@ async def drive(
     )
 
 
-async def _observe(target: Target, item: Item, index: int, start: float, due_s: float, timeout_s: float) -> Observation:
+class _Waiting:
+    """How many requests are open, and when anything was last sent or came."""
+
+    def __init__(self) -> None:
+        self._open, self._heard = 0, 0.0
+
+    def heard(self) -> None:
+        self._heard = asyncio.get_running_loop().time()
+
+    @contextlib.contextmanager
+    def one_more(self) -> Iterator[None]:
+        """A request is open as long as the block."""
+        self._open += 1
+        self.heard()
+        try:
+            yield
+        finally:
+            self._open -= 1
+
+    async def tell(self, on_quiet: Callable[[int, float], None]) -> None:
+        """Call `on_quiet` after QUIET_S of silence, and again whenever it has become twice as long."""
+        loop, since, patience = asyncio.get_running_loop(), 0.0, QUIET_S
+        with contextlib.suppress(asyncio.CancelledError):
+            while True:
+                await asyncio.sleep(QUIET_S / 10)
+                if self._heard != since:
+                    since, patience = self._heard, QUIET_S
+                quiet = loop.time() - since
+                if self._open and quiet >= patience:
+                    on_quiet(self._open, quiet)
+                    patience *= 2
+
+
+async def _observe(
+    target: Target,
+    item: Item,
+    index: int,
+    start: float,
+    due_s: float,
+    timeout_s: float,
+    heard: Callable[[], None],
+) -> Observation:
     loop = asyncio.get_running_loop()
     arrivals: list[float] = []
     tokens: list[int | None] = []
@@ -127,6 +175,7 @@ async def _observe(target: Target, item: Item, index: int, start: float, due_s: 
     try:
         async with asyncio.timeout(timeout_s), sending(target, item) as pieces:
             async for piece in pieces:
+                heard()
                 take(piece)
     except TimeoutError:
         outcome, error = TIMED_OUT, f"no complete answer within {timeout_s:g} s"

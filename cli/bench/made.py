@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ...engine.tokenizer import Tokenizer
 from ...kernels.errors import CapacityError, UsageError
 from .build import CHARACTERS_PER_TOKEN, Build
-from .longtext import read_books
+from .longtext import Books, read_books
 from .workload import Item, Prompt, Workload
 
 # Short common words: nearly every tokenizer has each of them, with its space, as one token.
@@ -108,29 +108,49 @@ def pg19(build: Build) -> Workload:
     books = read_books(build.options.path, build.environment, build.progress)
     items = []
     for number, (prompt, answer) in enumerate(build.lengths()):
-        items.append(Item(_stretch(build, books.texts, number, prompt), answer))
+        items.append(Item(_stretch(build, books, number, prompt), answer))
     return build.workload(books.source, items, *notes, stand_in=books.stand_in)
 
 
-def _stretch(build: Build, texts: tuple[str, ...], number: int, tokens: int) -> Prompt:
-    """`tokens` tokens from a random paragraph of the text whose turn it is, running on into the next ones."""
+def _stretch(build: Build, books: Books, number: int, tokens: int) -> Prompt:
+    """`tokens` tokens from a random paragraph of the text whose turn it is, running on into the next ones.
+
+    No part of a text comes twice; UsageError if all of them together are shorter.
+    """
     wanted = tokens * CHARACTERS_PER_TOKEN
-    book = number % len(texts)
-    text = texts[book]
+    book = number % len(books.texts)
+    text = books.texts[book]
     start = build.rng.randrange(max(1, len(text) - wanted))
     start = max(0, text.find("\n\n", start, len(text) - wanted)) or start
     tokenizer = build.asked.tokenizer
-    piece = text[start:].lstrip()
-    while len(piece) < 2 * wanted:
-        book = (book + 1) % len(texts)
-        piece += "\n\n" + texts[book]
-    if tokenizer is None:
-        return build.text_as_asked(piece[:wanted])
-    size = wanted
+    parts = _once_around(books.texts, book, start)
+    piece, size = next(parts), wanted
     while True:
+        while len(piece) < size and (part := next(parts, None)) is not None:
+            piece += "\n\n" + part
+        if tokenizer is None:
+            if len(piece) >= wanted:
+                return build.text_as_asked(piece[:wanted])
+            raise _too_short(build, books, f"about {len(piece) // CHARACTERS_PER_TOKEN}", tokens)
         ids = tokenizer.encode(piece[:size], add_special=not build.asked.chat)
         if len(ids) >= tokens:
             return build.as_asked(ids[:tokens])
-        if size > len(piece):
-            piece += "\n\n" + piece
+        if len(piece) < size:
+            raise _too_short(build, books, str(len(ids)), tokens)
         size *= 2
+
+
+def _once_around(texts: tuple[str, ...], book: int, start: int) -> Iterator[str]:
+    """All texts from a place in one of them on, and at last what is before that place."""
+    yield texts[book][start:].lstrip()
+    yield from texts[book + 1 :]
+    yield from texts[:book]
+    if start:
+        yield texts[book][:start]
+
+
+def _too_short(build: Build, books: Books, held: str, tokens: int) -> UsageError:
+    path = build.options.path
+    texts = f"the texts in `{path}` hold" if path is not None else f"{books.source} holds"
+    return UsageError(f"{texts} {held} tokens, {tokens} are needed", "lower --prompt-tokens, or give longer texts with "
+                      "--dataset-path")  # fmt: skip

@@ -14,7 +14,7 @@ import typer
 from ...kernels.errors import UsageError
 from ..expand import Built
 from ..options import Json, Seed, parse_count
-from .dataset_options import DEFAULTS, WorkloadOptions
+from .dataset_options import DEFAULTS, MOST, WorkloadOptions
 from .dataset_options import check as check_workload
 from .load_shape import Load
 
@@ -159,8 +159,9 @@ def load_options(
 ) -> LoadOptions:  # fmt: skip
     """The checked load that these options ask for."""
     Load(max_concurrency or 0, request_rate, burstiness).check()
-    if rounds is not None and rounds < 1:
-        raise UsageError(f"--rounds is {rounds}, it must be at least 1")
+    for name, value, least in (("--rounds", rounds, 1), ("--num-warmups", num_warmups, 0)):
+        if value is not None and not least <= value <= MOST:
+            raise UsageError(f"{name} is {value}, it must be from {least} to {MOST}")
     if not request_timeout > 0:
         raise UsageError(f"--request-timeout is {request_timeout:g}, it must be above 0")
     if salt is not None and (no_salt or not salt):

@@ -67,11 +67,18 @@ async def measure(
         items = [salter.apply(item) for item in asked]
         for target in targets if number % 2 == 0 else targets[::-1]:
             title = f"{target.backend}: " + ("warm-up" if warming else f"round {number + 1} of {plan.rounds}")
-            bar = _Bar(progress, title, len(items))
+            bar = _Bar(progress, title, len(items), plan.timeout_s)
             memory = PeakMemory(target.pids, [pid for other in targets if other is not target for pid in other.pids])
             try:
                 seen = await drive(
-                    target, items, arrivals, warm if warming else plan.load, plan.timeout_s, number, bar.advance
+                    target,
+                    items,
+                    arrivals,
+                    warm if warming else plan.load,
+                    plan.timeout_s,
+                    number,
+                    bar.advance,
+                    bar.wait,
                 )
             finally:
                 peak = memory.stop()
@@ -83,13 +90,23 @@ async def measure(
 
 
 class _Bar:
-    def __init__(self, progress: Progress, title: str, total: int) -> None:
+    def __init__(self, progress: Progress, title: str, total: int, timeout_s: float) -> None:
         self._progress, self._title, self._total, self._done = progress, title, total, 0
+        self._timeout_s = timeout_s
         progress(title, 0, total)
 
     def advance(self, _: Observation) -> None:
         self._done += 1
         self._progress(self._title, self._done, self._total)
+
+    def wait(self, requests: int, seconds: float) -> None:
+        """A line of its own each time: it is what somebody looks for who wonders whether anything still happens."""
+        self._progress(
+            f"{self._title}: {requests} request{'s' * (requests > 1)} waiting, nothing has come for {seconds:.0f} s "
+            f"(--request-timeout is {self._timeout_s:g} s)",
+            self._done,
+            self._total,
+        )
 
 
 def _with_peak(seen: Round, peak: int | None) -> Round:

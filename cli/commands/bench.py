@@ -16,6 +16,7 @@ from ..config_file import Config, choose_named
 from ..console import Console
 from ..exits import ExitCode
 from ..options import EngineOptions, parse_count
+from ..sigterm import sigterm_like_ctrl_c
 
 if TYPE_CHECKING:
     from ..bench.report import Report
@@ -44,15 +45,17 @@ def bench(
     console: Console = context.obj
     config = msgspec.structs.replace(config, model=choose_named(config.model, file))
     if profile:
-        _profile(console, config, workload, target, report, profile_context)
+        with sigterm_like_ctrl_c(console):
+            _profile(console, config, workload, target, report, profile_context)
         return
     if target.base_url:
         _refuse_engine_options(config)
     from ..bench.run import Options, run
 
-    with console.progress() as progress:
-        found = asyncio.run(run(Options(config, workload, load, target, report), progress))
-    _tell(console, found, report)
+    with sigterm_like_ctrl_c(console):
+        with console.progress() as progress:
+            found = asyncio.run(run(Options(config, workload, load, target, report), progress))
+        _tell(console, found, report)
 
 
 def _tell(console: Console, found: Report, asked: ReportOptions) -> None:

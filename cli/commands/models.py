@@ -11,6 +11,7 @@ from ...kernels.errors import UsageError
 from ..console import Console
 from ..exits import ExitCode
 from ..options import Dtype, Json
+from ..sigterm import sigterm_like_ctrl_c
 
 if TYPE_CHECKING:
     from ...engine.load.packed import Entry
@@ -64,7 +65,7 @@ def pull(
 
     console: Console = context.obj
     settings = environment()
-    with console.progress() as progress:
+    with sigterm_like_ctrl_c(console), console.progress() as progress:
         source = resolve(name, environment=settings, progress=progress)
         open_model(source, implementation="auto", dtype=dtype, cache=settings.cache, progress=progress)
     console.data(str(source.path))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from ...engine.config import EngineConfig, environment
+from ...engine.config import DEFAULT_MODEL, EngineConfig, environment
 from ...kernels.errors import UsageError
 from ..api.settings import ServeSettings
 from ..command_line import command_line
@@ -38,8 +38,6 @@ def serve(
 
     Its address is printed on stdout once requests are served. SIGTERM or Ctrl-C lets open requests finish.
     """
-    from ...engine.load.hub import DEFAULT_MODEL
-
     console: Console = context.obj
     model = claims.revised(choose_named(config.model, file) or environment().model)
     shown = model or DEFAULT_MODEL
@@ -59,8 +57,6 @@ def serve(
 
 
 def _run(console: Console, config: EngineConfig, settings: ServeSettings) -> None:
-    import asyncio
-
     from ...engine.process import EngineProcess, new_epoch
 
     if settings.chat_template is not None:
@@ -71,9 +67,9 @@ def _run(console: Console, config: EngineConfig, settings: ServeSettings) -> Non
     with _listen(settings) as listener:
         engine = EngineProcess(config, new_epoch())
         try:
-            from ..api.server import Server  # takes as long to import as the engine to load, so they do it together
+            from ..api.server import serve  # takes as long to import as the engine to load, so they do it together
 
-            ended_by = asyncio.run(Server(settings, config, engine, listener, console).run())
+            ended_by = serve(settings, config, engine, listener, console)
         finally:
             engine.end()
             if settings.uds:
@@ -89,9 +85,9 @@ def _listen(settings: ServeSettings) -> socket.socket:
 
 
 def _check_certificate(settings: ServeSettings) -> None:
-    import ssl
-
     if settings.ssl_certfile:
+        import ssl
+
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
         except (OSError, ssl.SSLError) as error:

@@ -10,6 +10,8 @@ from ...quant.scheme import METHODS, Scheme
 from .gate import Gate
 
 SAMPLES, SEQLEN, EVAL_TOKENS = 16, 512, 4096
+MOST = 1_000_000  # samples or tokens: more is a slip of the hand, and would never end
+MOST_THREADS = 1024  # of an engine, which the result is measured with
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +39,15 @@ class Asked:
 
     def check(self) -> None:
         """Raise UsageError for the first option that cannot work with any model."""
-        for name, value, least in (
-            ("--calib-samples", self.calib_samples, 1),
-            ("--calib-seqlen", self.calib_seqlen, 8),
-            ("--eval-tokens", self.eval_tokens, 2),
+        for name, value, least, most in (
+            ("--calib-samples", self.calib_samples, 1, MOST),
+            ("--calib-seqlen", self.calib_seqlen, 8, MOST),
+            ("--eval-tokens", self.eval_tokens, 2, MOST),
+            ("--threads", self.threads, 1, MOST_THREADS),
+            ("--seed", self.seed, 0, (1 << 63) - 1),
         ):
-            if value is not None and value < least:
-                raise UsageError(f"{name} is {value}, it must be at least {least}")
+            if value is not None and not least <= value <= most:
+                raise UsageError(f"{name} is {value}, it must be from {least} to {most}")
         if self.scheme.method == "rtn":
             for name, given in (
                 ("--calib-dataset", bool(self.calib_dataset)),
@@ -51,7 +55,9 @@ class Asked:
                 ("--calib-seqlen", self.calib_seqlen is not None),
             ):
                 if given:
-                    raise UsageError(f"{name} is given, but rtn reads no calibration text", "use --awq")
+                    raise UsageError(
+                        f"{name} is given, but rtn reads no calibration text", "use --awq, or leave it out"
+                    )
 
 
 def choose_method(awq: bool, rtn: bool, method: str | None, quantization: str | None) -> str:

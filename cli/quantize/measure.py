@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ...engine.assemble import assemble
 from ...engine.config import EngineConfig
 from ...engine.engine import Core
-from ...engine.launch import assemble
 from ...engine.load.packed import PackedModel
 from ...engine.load.progress import Progress
 from ...engine.process import new_epoch

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ...kernels.device import default_threads
+from ...kernels.errors import UsageError
 from ...quant.scheme import Scheme
 from ..options import ModelArgument, ModelOption, choose_model, parse_count
 from .asked import EVAL_TOKENS, SAMPLES, SEQLEN, Asked, choose_method
@@ -88,6 +89,8 @@ def asked_options(
     ] = None,
 ) -> Asked:
     """The run that these options ask for."""
+    if output is not None and not output.strip():
+        raise UsageError("--output is empty", "name the folder to make, or leave --output out")
     asked = Asked(
         model=choose_model(model, model_option),
         scheme=Scheme(
@@ -98,7 +101,7 @@ def asked_options(
             strict_group_size=strict_group_size,
             ignore=tuple(ignore or ()),
         ),
-        output=Path(output).expanduser() if output else None,
+        output=None if output is None else Path(output).expanduser(),
         overwrite=overwrite,
         calib_dataset=calib_dataset,
         calib_samples=calib_samples,

@@ -20,6 +20,7 @@ from ...quant.formats.safetensors_write import PlannedTensor
 from ...quant.save import CARD_NAME, plan_awq
 from ...quant.scheme import quantized_linears
 from .asked import SAMPLES, SEQLEN, Asked
+from .text import check_name
 
 _BASE = 700 << 20  # Python, torch and what they map
 _BATCH_TOKENS = 4096  # that pass through a block at once (`quant/calibrate.py`)
@@ -115,6 +116,18 @@ def check_room(work: Work, memory_available: int) -> None:
         )
 
 
+def check_text(work: Work, asked: Asked) -> None:
+    """Raise what `choose_samples` would, as far as that can be said without reading any text."""
+    context = work.checkpoint.spec.context_length
+    if asked.calib_seqlen is not None and asked.calib_seqlen > context:
+        raise CapacityError(
+            f"--calib-seqlen is {asked.calib_seqlen}, the model's context is {context} tokens", f"use {context}"
+        )
+    for name in (asked.calib_dataset, asked.eval_text):
+        if name:
+            check_name(name)
+
+
 def check_output(work: Work, overwrite: bool) -> None:
     """Raise UsageError if the output folder may not be written: something is there, or it is the model itself."""
     output = work.output
@@ -123,6 +136,8 @@ def check_output(work: Work, overwrite: bool) -> None:
     source = work.checkpoint.source.path.resolve()
     if output.resolve() == source or output.resolve() in source.parents:
         raise UsageError(f"the output `{output}` would replace the model itself", "choose another --output")
+    if source.is_dir() and source in output.resolve().parents:
+        raise UsageError(f"the output `{output}` is inside the model's own folder", "choose an --output outside of it")
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not overwrite:

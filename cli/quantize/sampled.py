@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...engine.assemble import assemble
 from ...engine.config import EngineConfig
-from ...engine.launch import assemble
 from ...engine.load.packed import PackedModel
 from ...engine.load.progress import Progress
 from ...engine.process import new_epoch

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...engine.tokenizer import Tokenizer
-from ...kernels.errors import CapacityError, UsageError
+from ...kernels.errors import UsageError
 from ...kernels.ops import I32Array
 from ..bench.longtext import python_documentation
 from .asked import EVAL_TOKENS, SAMPLES, SEQLEN, Asked
@@ -47,28 +47,39 @@ class Samples:
 def choose_samples(asked: Asked, tokenizer: Tokenizer, context: int, write_text: WriteText) -> Samples:
     """The samples that the options ask for, cut out of whole texts.
 
-    UsageError for text that is missing or too short, CapacityError for samples longer than the model's context.
+    UsageError for text that is missing or too short. That samples fit the model's context was checked before.
     """
     seqlen = asked.calib_seqlen or min(SEQLEN, context)
-    if seqlen > context:
-        raise CapacityError(f"--calib-seqlen is {seqlen}, the model's context is {context} tokens", f"use {context}")
     window = min(SEQLEN, context)
     wanted = asked.eval_tokens or EVAL_TOKENS
+    # Read first: writing calibration text takes minutes, which a text that will not do should not cost.
+    evaluation = _evaluation(asked, tokenizer, wanted) if asked.eval_text or not asked.calib_dataset else None
     calibration, name, rest = None, "", np.empty(0, np.int32)
     if asked.scheme.method != "rtn":
         calibration, name, rest = _calibration(asked, tokenizer, seqlen, wanted, write_text)
-    if asked.eval_text:
-        tokens, eval_name = _read(_opened(asked.eval_text, tokenizer), tokenizer, wanted)
-        if len(tokens) < (asked.eval_tokens or 2):
-            raise UsageError(
-                f"`{asked.eval_text}` has {len(tokens)} tokens to measure on, {asked.eval_tokens or 2} are needed",
-                "use a longer text, or a smaller --eval-tokens",
-            )
-    elif len(rest) >= wanted:
-        tokens, eval_name = rest, f"a part of {name} that was not used for calibration"
-    else:
-        tokens, eval_name = _read(Documents(_STAND_IN, iter(python_documentation())), tokenizer, wanted)
+    if evaluation is None and len(rest) >= wanted:
+        evaluation = rest, f"a part of {name} that was not used for calibration"
+    tokens, eval_name = evaluation or _evaluation(asked, tokenizer, wanted)
     return Samples(calibration, name, _spread(tokens, wanted, window), eval_name)
+
+
+def _evaluation(asked: Asked, tokenizer: Tokenizer, wanted: int) -> tuple[I32Array, str]:
+    """Tokens of the text to measure on, which is not a part of the calibration text, and its name."""
+    if not asked.eval_text:
+        tokens, name = _read(Documents(_STAND_IN, iter(python_documentation())), tokenizer, wanted)
+    else:
+        try:
+            tokens, name = _read(_opened(asked.eval_text, tokenizer), tokenizer, wanted)
+        except Unreachable as error:
+            raise UsageError(
+                f"--eval-text `{asked.eval_text}` cannot be reached: {error}", "use a file, or leave --eval-text out"
+            ) from error
+    if len(tokens) < (asked.eval_tokens or 2):
+        raise UsageError(
+            f"`{asked.eval_text or name}` has {len(tokens)} tokens to measure on, {asked.eval_tokens or 2} are needed",
+            "use a longer text, or a smaller --eval-tokens",
+        )
+    return tokens, name
 
 
 def _calibration(

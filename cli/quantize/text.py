@@ -7,16 +7,20 @@ them. Texts are read one after the other, so that a dataset of any size will do.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 
 from ...kernels.errors import LlmctlError, UsageError
 
 HUB_TIMEOUT_S = 5.0
 
-_HUB_ID = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?::([\w.-]*))?(?::([\w.-]+))?")
+# A name alone is a file that was mistyped far more often than one of the few datasets without an owner: these need
+# their configuration, which no file has.
+_HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*|\w[\w.-]*(?=:))(?::([\w.-]*))?(?::([\w.-]+))?")
 _PIECE = 1 << 20  # characters of a plain text that are read at a time
 _TEXT_KEYS = ("text", "content", "prompt", "instruction")
 _CHAT_KEYS = ("messages", "conversations")
@@ -51,11 +55,25 @@ def open_documents(name: str, render_chat: RenderChat) -> Documents:
         return Documents(path.resolve().name, (text for file in files for text in _file_texts(file, render_chat)))
     if path.is_file():
         return Documents(path.name, _file_texts(path, render_chat))
+    repo, config, split = _hub_name(name)
+    return Documents(f"{name} on the hub", _row_texts(name, _hub_rows(repo, config, split), render_chat))
+
+
+def check_name(name: str) -> None:
+    """Raise UsageError if there is no such file or folder and a dataset on the hub cannot be called this."""
+    if not Path(name).expanduser().exists():
+        _hub_name(name)
+
+
+def _hub_name(name: str) -> tuple[str, str | None, str]:
+    """(repository, configuration, split) of a dataset on the hub."""
     match = _HUB_ID.fullmatch(name)
-    if match is None or path.suffix.lower() in _FILES:
-        raise UsageError(f"there is no file `{name}`", "give a text, JSONL or parquet file, or a dataset on the hub")
-    rows = _hub_rows(match[1], match[2] or None, match[3] or "train")
-    return Documents(f"{name} on the hub", _row_texts(name, rows, render_chat))
+    if match is None or Path(name).suffix.lower() in _FILES:
+        raise UsageError(
+            f"there is no file `{name}`",
+            "give a text, JSONL or parquet file, a folder of them, or a dataset on the hub such as `org/name`",
+        )
+    return match[1], match[2] or None, match[3] or "train"
 
 
 def _file_texts(path: Path, render_chat: RenderChat) -> Iterator[str]:
@@ -94,6 +112,7 @@ def _json_rows(path: Path) -> Iterator[object]:
 def _parquet_rows(path: Path) -> Iterator[object]:
     from datasets import load_dataset  # pyarrow, which only these files need
 
+    _hush()
     try:
         yield from load_dataset("parquet", data_files=str(path), split="train", streaming=True)
     except Exception as error:  # whatever pyarrow raises for a broken file
@@ -104,27 +123,55 @@ def _hub_rows(repo: str, config: str | None, split: str) -> Iterator[object]:
     """The rows of a dataset. Whether the hub answers is asked first, with a deadline that `datasets` does not have."""
     from datasets import load_dataset
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
+    _hush()
+    missing = UsageError(f"the hub has no dataset `{repo}` that you may read, and there is no such file",
+                         "check the name; private datasets need HF_TOKEN")  # fmt: skip
     try:
         HfApi().dataset_info(repo, timeout=HUB_TIMEOUT_S)
     except GatedRepoError as error:
         raise UsageError(f"dataset `{repo}` is gated", "accept its terms on the hub, then set HF_TOKEN") from error
-    except RepositoryNotFoundError as error:
-        raise UsageError(f"there is no file and no dataset `{repo}`", "check the name") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise missing from error
+    except HfHubHTTPError as error:
+        if error.response is not None and error.response.status_code == HTTPStatus.NOT_FOUND:
+            raise missing from error
+        raise Unreachable(_first_line(error)) from error
     except Exception as error:  # the HTTP library differs between versions of huggingface_hub, and so do its errors
-        raise Unreachable((str(error).splitlines() or [type(error).__name__])[0]) from error
+        raise Unreachable(_first_line(error)) from error
     try:
         rows: Iterator[object] = iter(load_dataset(repo, config, split=split, streaming=True))
-        return rows
     except Exception as error:  # an unknown config or split, or a dataset that is a script
         raise UsageError(f"cannot read dataset `{repo}`: {error}", "write it as ID:CONFIG:SPLIT") from error
+    return _whole_rows(repo, rows)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _whole_rows(repo: str, rows: Iterator[object]) -> Iterator[object]:
+    """The rows; UsageError if the hub breaks off in the middle of them."""
+    try:
+        yield from rows
+    except Exception as error:  # whatever the HTTP library or pyarrow raises
+        raise UsageError(f"cannot read dataset `{repo}` to its end: {error}", "try again, or use a file") from error
+
+
+def _hush() -> None:
+    """Keep `datasets` from logging an error beside the one that is raised here."""
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)
 
 
 def _row_texts(name: str, rows: Iterator[object], render_chat: RenderChat) -> Iterator[str]:
-    for row in rows:
+    for number, row in enumerate(rows, 1):
         text = row if isinstance(row, str) else _row_text(row, render_chat)
         if text is None:
+            if found := [key for key in _TEXT_KEYS if isinstance(row, Mapping) and row.get(key) is not None]:
+                value = row[found[0]]  # type: ignore[index]  # a Mapping, as just seen
+                kind = "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
+                raise UsageError(f"`{found[0]}` in row {number} of `{name}` is {kind} ({value!r:.40}), not text")
             keys = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
             known = ", ".join((*_TEXT_KEYS, *_CHAT_KEYS))
             raise UsageError(f"the rows of `{name}` have no text, only {keys}", f"known keys: {known}")

@@ -47,6 +47,7 @@ def write_quantized(
             activations,
             dense_attend,
             ignored=ignored,
+            exact_inputs=True,  # as AutoAWQ does; a second pass gives no better model (KL 0.125 with it, 0.121 without)
             progress=lambda _, done, total: progress(f"quantizing {total} layers", done, total),
         )
         reports = []

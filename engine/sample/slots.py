@@ -10,6 +10,7 @@ import numpy.typing as npt
 from ...kernels.ops import SAMPLE_ROW, I32Array
 
 FloatArray = npt.NDArray[np.float32]
+Bias = tuple[I32Array, FloatArray]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,9 +20,10 @@ class Slots:
     tokens        int32 [slots, max positions + 1]: the sequence so far, drafts included while they are checked
     tables        per KV group int32 [slots, max blocks]
     table_len     per KV group int32 [slots]
-    sampling      SAMPLE_ROW [slots]: everything but `length` and the bias that depends on it
+    sampling      SAMPLE_ROW [slots]: everything but `length`; it points to `bias`
     banned_until  int32 [slots]: generated tokens before which `banned_bias` applies instead of `bias`
     bias          (ids, values) of each slot, kept alive here because SAMPLE_ROW holds their addresses
+    banned_bias   the same of the slots that have a `banned_until`
     """
 
     tokens: I32Array
@@ -29,8 +31,8 @@ class Slots:
     table_len: tuple[I32Array, ...]
     sampling: npt.NDArray[np.void]
     banned_until: I32Array
-    bias: dict[int, tuple[I32Array, FloatArray]]
-    banned_bias: dict[int, tuple[I32Array, FloatArray]]
+    bias: dict[int, Bias]
+    banned_bias: dict[int, Bias]
 
 
 def make_slots(max_slots: int, max_positions: int, max_blocks: tuple[int, ...]) -> Slots:
@@ -44,3 +46,9 @@ def make_slots(max_slots: int, max_positions: int, max_blocks: tuple[int, ...]) 
         {},
         {},
     )
+
+
+def point_to_bias(row: np.void, bias: Bias) -> None:
+    """Let a SAMPLE_ROW have this bias, whose arrays must outlive it."""
+    ids, values = bias
+    row["num_bias"], row["bias_ids"], row["bias_values"] = len(ids), ids.ctypes.data, values.ctypes.data

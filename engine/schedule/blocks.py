@@ -2,13 +2,17 @@
 
 The pool knows ids and counts, nothing of tokens or bytes. A block is held by block tables (its reference count) and may
 besides be published, that is, known to the prefix tree. From these two facts follows its state: active while any table
-holds it, cached when only the tree does, free when nobody does. Blocks are taken one at a time: no caller may rely on
-neighbours, so there is no external fragmentation to fight.
+holds it, cached when only the tree does, free when nobody does. Several blocks at once come in runs of neighbours where
+there are some (`runs.py`), but no caller may rely on it, so there is no external fragmentation to fight.
 """
 
 from __future__ import annotations
 
 import enum
+
+from .runs import FreeRuns
+
+RUN = 16  # blocks of a run that is long enough to be moved as one
 
 
 class BlockState(enum.Enum):
@@ -24,24 +28,26 @@ class IllegalTransition(RuntimeError):
 
 
 class BlockPool:
-    """Blocks 0 .. num_blocks - 1 with their reference counts. Every operation is O(1)."""
+    """Blocks 0 .. num_blocks - 1 with their reference counts. An operation on one block costs O(log num_blocks)."""
 
-    __slots__ = ("_free", "_published", "_refs", "num_blocks", "num_cached")
+    __slots__ = ("_active_in_run", "_free", "_published", "_refs", "num_blocks", "num_cached", "num_in_runs")
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.num_cached = 0
         self._refs = [0] * num_blocks
         self._published = bytearray(num_blocks)
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free = FreeRuns(num_blocks)
+        self._active_in_run = [0] * -(-num_blocks // RUN)
+        self.num_in_runs = num_blocks  # not active, in runs of 16 or the arena's shorter last one
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self._free.count
 
     @property
     def num_active(self) -> int:
-        return self.num_blocks - self.num_cached - len(self._free)
+        return self.num_blocks - self.num_cached - self._free.count
 
     def refs(self, block: int) -> int:
         """How many holders `block` has, the tree not counted."""
@@ -56,13 +62,17 @@ class BlockPool:
             return BlockState.ACTIVE
         return BlockState.CACHED if self._published[block] else BlockState.FREE
 
-    def take(self) -> int:
-        """A free block, now active with one holder."""
-        if not self._free:
-            raise IllegalTransition(f"none of {self.num_blocks} blocks is free")
-        block = self._free.pop()
-        self._refs[block] = 1
-        return block
+    def take(self, count: int = 1) -> list[int]:
+        """So many free blocks, now active with one holder each, in runs as long as there are."""
+        if count > self._free.count:
+            raise IllegalTransition(f"{count} blocks are wanted, {self._free.count} of {self.num_blocks} are free")
+        taken: list[int] = []
+        while len(taken) < count:
+            taken += self._free.take(count - len(taken))
+        for block in taken:
+            self._refs[block] = 1
+            self._activated(block)
+        return taken
 
     def share(self, block: int) -> None:
         """One more holder of an active or cached block."""
@@ -70,6 +80,7 @@ class BlockPool:
             if not self._published[block]:
                 raise IllegalTransition(f"block {block} is free and cannot be shared")
             self.num_cached -= 1
+            self._activated(block)
         self._refs[block] += 1
 
     def release(self, block: int) -> BlockState:
@@ -79,10 +90,14 @@ class BlockPool:
         self._refs[block] -= 1
         if self._refs[block]:
             return BlockState.ACTIVE
+        run = block // RUN
+        self._active_in_run[run] -= 1
+        if not self._active_in_run[run]:
+            self.num_in_runs += self._length(run)
         if self._published[block]:
             self.num_cached += 1
             return BlockState.CACHED
-        self._free.append(block)
+        self._free.give(block)
         return BlockState.FREE
 
     def publish(self, block: int) -> None:
@@ -98,7 +113,16 @@ class BlockPool:
         self._published[block] = 0
         if self._refs[block] == 0:
             self.num_cached -= 1
-            self._free.append(block)
+            self._free.give(block)
+
+    def _activated(self, block: int) -> None:
+        run = block // RUN
+        if not self._active_in_run[run]:
+            self.num_in_runs -= self._length(run)
+        self._active_in_run[run] += 1
+
+    def _length(self, run: int) -> int:
+        return min(RUN, self.num_blocks - run * RUN)
 
     def _describe(self, block: int) -> str:
         return f"{self.state(block).value}, {'published' if self._published[block] else 'not published'}"

@@ -8,6 +8,7 @@ same content at once and kept a block each. Whatever is cached can therefore alw
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from .blocks import BlockPool, BlockState
@@ -38,6 +39,18 @@ class KVMemory:
     def available(self) -> int:
         """Columns that can be had without taking any from a sequence."""
         return min(pool.num_free + pool.num_cached for pool in self.pools)
+
+    @property
+    def fragmentation(self) -> float:
+        """The share of the free and cached blocks of all groups that cannot be had in runs of 16."""
+        usable = sum(pool.num_free + pool.num_cached for pool in self.pools)
+        return 1 - sum(pool.num_in_runs for pool in self.pools) / usable if usable else 0.0
+
+    def waste(self, running: Iterable[Sequence]) -> float:
+        """The share of the blocks in use that no token was scheduled for: the ends of the sequences' last ones."""
+        active = self.pools[0].num_active * self.block_size
+        unused = sum(len(seq.blocks) * self.block_size - seq.scheduled for seq in running)
+        return unused / active if active else 0.0
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold this many tokens."""
@@ -85,18 +98,16 @@ class KVMemory:
             self.tree.touch(node, seq.leader.order)
         if start.source is None:
             return None
-        target = self._take()
-        assert target is not None, "the scheduler admits only what fits"
+        assert self.available, "the scheduler admits only what fits"
+        (target,) = self._take(1)
         seq.blocks.append(target)
         return target
 
     def grow(self, seq: Sequence, tokens: int) -> int:
         """Extend the table to hold `tokens` tokens, as far as memory goes without preemption; how many it holds now."""
-        while len(seq.blocks) * self.block_size < tokens:
-            column = self._take()
-            if column is None:
-                break
-            seq.blocks.append(column)
+        missing = self.blocks_for(tokens) - len(seq.blocks)
+        if missing > 0:
+            seq.blocks += self._take(min(missing, self.available))
         return len(seq.blocks) * self.block_size
 
     def publish(self, seq: Sequence) -> None:
@@ -151,14 +162,13 @@ class KVMemory:
         seq.borrowed = seq.announced = seq.published = 0
         seq.cursor = None
 
-    def _take(self) -> Column | None:
-        if self.available == 0:
-            return None
+    def _take(self, count: int) -> list[Column]:
+        """So many new columns, at most as many as are available."""
         for pool in self.pools:
-            while pool.num_free == 0:
+            while pool.num_free < count:
                 if not self.tree.evict():
                     self.tree.flush()
-        return tuple(pool.take() for pool in self.pools)
+        return list(zip(*(pool.take(count) for pool in self.pools)))
 
     def _share(self, column: Column) -> None:
         for pool, block in zip(self.pools, column):

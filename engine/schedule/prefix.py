@@ -6,11 +6,15 @@ would be inserted, so a lookup is a bisection however many conversations branch 
 tokens another child begins with is replaced by it, so no child is a prefix of another; only full nodes have children.
 
 Eviction is LRU-K (O'Neil, O'Neil, Weikum: The LRU-K page replacement algorithm, SIGMOD 1993): the victim is the leaf
-whose K-th last reference is oldest; with fewer than K references it goes first, by its last one. A reference is one
-request's use of a node, time counts requests, and repeated uses by the same request only refresh the last reference
-(the paper's correlated references). Only leaves are victims. A bounded ghost table keeps the references of the evicted,
-so that content which comes back is not mistaken for new; its keys are hashes, since a collision costs a worse guess and
-nothing else.
+whose K-th last reference is oldest. A reference is one request's use of a node, time counts requests, and repeated uses
+by the same request only refresh the last reference (the paper's correlated references). Only leaves are victims. A
+bounded ghost table keeps the references of the evicted, so that content which comes back is not mistaken for new; its
+keys are hashes, since a collision costs a worse guess and nothing else.
+
+Two points are our own. The paper lets every block that was used less than K times go first, which of conversations
+keeps those that ended and drops the newest turn of those that go on. So references that a block lacks are assumed, each
+some time before the next: a newcomer stays for a while, and what is used again within that while stays longer. And a
+request that goes on where a known line ends, as the next turn of a conversation does, prolongs the line's last use.
 """
 
 from __future__ import annotations
@@ -22,13 +26,20 @@ from typing import NamedTuple
 
 from .blocks import BlockPool
 
+# The time before, as a share of the K-th last reference's age in what is evicted. At 0.5 a newcomer of LRU-2 stays
+# about as long as under LRU, at 1 the shortest time. Lower loses more to scans, higher more of the next turns of
+# conversations.
+ASSUMED_AGE = 0.9
+
+_SMOOTHING = 64  # evictions that the age of the evicted is averaged over, roughly
+
 Column = tuple[int, ...]  # one block id per KV group: the same tokens seen by every group's layers
 
 
 class Node:
     """Some tokens after those of `parent`, and the blocks that hold their KV (`()` for a root or a removed node)."""
 
-    __slots__ = ("alive", "blocks", "children", "ghost_key", "history", "keys", "owner", "parent", "tokens")
+    __slots__ = ("alive", "before", "blocks", "children", "ghost_key", "history", "keys", "owner", "parent", "tokens")
 
     def __init__(self, parent: Node | None, tokens: tuple[int, ...], blocks: Column, ghost_key: int) -> None:
         self.parent = parent
@@ -38,6 +49,7 @@ class Node:
         self.keys: list[tuple[int, ...]] = []  # the children's tokens, sorted; `children` runs in parallel
         self.children: list[Node] = []
         self.history: tuple[int, ...] = ()  # times of the last K references, latest first
+        self.before: tuple[int, ...] = ()  # the history without the last reference, until that is known to be one
         self.owner = -1  # the request that made the latest one
         self.alive = True
 
@@ -75,8 +87,10 @@ class PrefixTree:
         self._roots: dict[str, Node] = {}
         self._node_of: dict[int, Node] = {}  # by block id in group 0
         self._ghosts: dict[int, tuple[int, ...]] = {}
-        self._heap: list[tuple[int, int, int, Node]] = []  # candidates; entries that no longer hold are skipped
+        # Candidates by how many references they lack; entries that no longer hold are skipped.
+        self._heaps: list[list[tuple[int, int, int, Node]]] = [[] for _ in range(k)]
         self._serial = 0
+        self._age = 0.0  # of the K-th last reference of nodes as they are evicted
         self.now = 0
         self.inserts = 0
         self.evictions = 0
@@ -131,6 +145,7 @@ class PrefixTree:
         owner = -1
         if place > 0 and parent.keys[place - 1] == tokens[: len(parent.keys[place - 1])]:
             shorter = parent.children[place - 1]
+            self._continue(shorter, request)
             history, owner = shorter.history, shorter.owner
             self._remove(shorter)
             place -= 1
@@ -139,6 +154,8 @@ class PrefixTree:
         if ghost is not None:
             self.evicted_reused += 1
             history = tuple(sorted((*history, *ghost), reverse=True))[: self._k]
+        if not history:
+            self._continue(parent, request)
         node.history, node.owner = history, owner
         for pool, block in zip(self._pools, blocks):
             pool.publish(block)
@@ -151,9 +168,10 @@ class PrefixTree:
 
     def touch(self, node: Node, request: int) -> None:
         """Record that `request` uses the node."""
-        if node.owner == request and node.history:
-            node.history = (self.now, *node.history[1:])
+        if node.owner == request:
+            self._prolong(node, node.history)
         else:
+            node.before = node.history
             node.history = (self.now, *node.history)[: self._k]
             node.owner = request
         self._offer(node)
@@ -163,7 +181,7 @@ class PrefixTree:
         step: Node | None = node
         while step is not None and step.parent is not None:
             if step.owner == request:
-                step.history = (self.now, *step.history[1:])
+                self._prolong(step, step.history)
                 self._offer(step)
             step = step.parent
 
@@ -173,14 +191,23 @@ class PrefixTree:
 
     def evict(self) -> bool:
         """Forget the least valuable leaf that nobody holds, and free its block in every group. False: there is none."""
-        while self._heap:
-            kth, last, _, node = heapq.heappop(self._heap)
-            if node.alive and self._evictable(node) and (kth, last) == self._rank(node):
-                self._remember(node)
-                self._remove(node)
-                self.evictions += 1
-                return True
-        return False
+        lowest: tuple[float, int] | None = None
+        victim: Node | None = None
+        for missing, heap in enumerate(self._heaps):
+            while heap and not self._holds(heap[0]):
+                heapq.heappop(heap)
+            if heap:
+                oldest, last, _, node = heap[0]
+                kth = oldest - missing * ASSUMED_AGE * self._age
+                if lowest is None or (kth, last) < lowest:
+                    lowest, victim = (kth, last), node
+        if lowest is None or victim is None:
+            return False
+        self._age += (self.now - lowest[0] - self._age) / _SMOOTHING
+        self._remember(victim)
+        self._remove(victim)
+        self.evictions += 1
+        return True
 
     def prune(self, node: Node) -> None:
         """Forget `node` and all below it, at once and without ghosts. Blocks in use stay with their holders."""
@@ -201,9 +228,22 @@ class PrefixTree:
         """The node that publishes this block of group 0."""
         return self._node_of.get(block)
 
-    def _rank(self, node: Node) -> tuple[int, int]:
-        kth = node.history[self._k - 1] if len(node.history) >= self._k else -1
-        return kth, node.history[0]
+    def _continue(self, leaf: Node, request: int) -> None:
+        """`request` goes on where `leaf` ends: it is the same use of the line down to it, going on."""
+        node: Node | None = leaf
+        while node is not None and node.before and node.owner == request and len(node.children) == (node is not leaf):
+            self._prolong(node, node.before)
+            node.before = ()
+            node = node.parent
+
+    def _prolong(self, node: Node, history: tuple[int, ...]) -> None:
+        """Let the last use in `history` last until now. What was before it moves along, as in the paper."""
+        later = self.now - history[0]
+        node.history = tuple(time + later for time in history)
+
+    def _holds(self, entry: tuple[int, int, int, Node]) -> bool:
+        oldest, last, _, node = entry
+        return node.alive and (oldest, last) == (node.history[-1], node.history[0]) and self._evictable(node)
 
     def _evictable(self, node: Node) -> bool:
         return not node.children and not any(pool.refs(block) for pool, block in zip(self._pools, node.blocks))
@@ -211,14 +251,12 @@ class PrefixTree:
     def _offer(self, node: Node) -> None:
         if not node.blocks or not self._evictable(node):
             return
-        if len(self._heap) > 2 * len(self._node_of) + 64:
-            self._heap = [self._entry(each) for each in self if each is not node and self._evictable(each)]
-            heapq.heapify(self._heap)
-        heapq.heappush(self._heap, self._entry(node))
-
-    def _entry(self, node: Node) -> tuple[int, int, int, Node]:
+        heap = self._heaps[self._k - len(node.history)]
+        if len(heap) > 2 * len(self._node_of) + 64:
+            heap[:] = filter(self._holds, heap)
+            heapq.heapify(heap)
         self._serial += 1
-        return (*self._rank(node), self._serial, node)
+        heapq.heappush(heap, (node.history[-1], node.history[0], self._serial, node))
 
     def _remember(self, node: Node) -> None:
         self._ghosts[node.ghost_key] = node.history

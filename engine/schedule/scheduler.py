@@ -159,7 +159,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Counts as they are now."""
-        return self._counts.stats(self._memory, self._live - len(self._running), len(self._running))
+        return self._counts.stats(self._memory, self._live - len(self._running), self._running.values())
 
     def states(self) -> tuple[SequenceState, ...]:
         """Every unfinished sequence, in order of arrival."""

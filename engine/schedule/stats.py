@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from .memory import KVMemory
@@ -10,7 +11,7 @@ from .sequence import Phase, Sequence
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Counts now (sequences, blocks summed over groups) and since the start (the rest).
+    """Counts now (sequences, blocks summed over groups, shares of them) and since the start (the rest).
 
     `drafts` are chunks with `draft_tokens` proposed tokens together, of which `accepted_tokens` stood. `audits` are of
     prefix hits, see `engine/audit.py`.
@@ -21,6 +22,8 @@ class SchedulerStats:
     blocks_free: int
     blocks_active: int
     blocks_cached: int
+    fragmentation: float  # of the blocks not in use, those that cannot be had in runs of 16
+    waste: float  # of the positions in blocks in use, those that hold no token
     steps: int
     scheduled_tokens: int
     recomputed_tokens: int
@@ -50,15 +53,17 @@ class Counts:
     draft_tokens: int = 0
     accepted_tokens: int = 0
 
-    def stats(self, memory: KVMemory, waiting: int, running: int) -> SchedulerStats:
+    def stats(self, memory: KVMemory, waiting: int, running: Collection[Sequence]) -> SchedulerStats:
         """These counts beside how memory stands now."""
         pools, tree = memory.pools, memory.tree
         return SchedulerStats(
             waiting=waiting,
-            running=running,
+            running=len(running),
             blocks_free=sum(pool.num_free for pool in pools),
             blocks_active=sum(pool.num_active for pool in pools),
             blocks_cached=sum(pool.num_cached for pool in pools),
+            fragmentation=memory.fragmentation,
+            waste=memory.waste(running),
             steps=self.steps,
             scheduled_tokens=self.scheduled_tokens,
             recomputed_tokens=self.recomputed_tokens,

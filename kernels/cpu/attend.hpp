@@ -19,6 +19,8 @@
 // [row][query head][split of max_splits].
 #pragma once
 
+#include <type_traits>
+
 #include "act.hpp"
 #include "kv_format.hpp"
 #include "table.hpp"
@@ -45,117 +47,121 @@ struct Visible {
   int end[kTileRows];
 };
 
-// acc[r][v] += factor r * vector v. The smaller of the two sets stays in registers, the other passes through one: with
-// 12 accumulators there are only four left.
-template <class Isa, class Format, int kQ, int kVectors>
+// acc[r][v] += factor r * vector v. The smaller of the two sets stays in registers, the other passes through one: of 16
+// registers 12 accumulators leave only four.
+template <class Lanes, class Format, int kQ, int kVectors>
 LLMCTL_INLINE void multiply_in(const float* factors, long factor_stride, const typename Format::Elem* vectors,
-                               typename Isa::F (&acc)[kQ][kVectors]) {
-  using F = typename Isa::F;
+                               typename Lanes::F (&acc)[kQ][kVectors]) {
+  using F = typename Lanes::F;
   if constexpr (kQ < kVectors) {
     F x[kQ];
     LLMCTL_UNROLL
-    for (int r = 0; r < kQ; ++r) x[r] = Isa::broadcast(factors + r * factor_stride);
+    for (int r = 0; r < kQ; ++r) x[r] = Lanes::broadcast(factors + r * factor_stride);
     LLMCTL_UNROLL
     for (int v = 0; v < kVectors; ++v) {
-      const F y = Format::template load<Isa>(vectors + kLanes * v);
+      const F y = Format::template load<Lanes>(vectors + Lanes::kWidth * v);
       LLMCTL_UNROLL
-      for (int r = 0; r < kQ; ++r) acc[r][v] = Isa::fma(x[r], y, acc[r][v]);
+      for (int r = 0; r < kQ; ++r) acc[r][v] = Lanes::fma(x[r], y, acc[r][v]);
     }
   } else {
     F y[kVectors];
     LLMCTL_UNROLL
-    for (int v = 0; v < kVectors; ++v) y[v] = Format::template load<Isa>(vectors + kLanes * v);
+    for (int v = 0; v < kVectors; ++v) y[v] = Format::template load<Lanes>(vectors + Lanes::kWidth * v);
     LLMCTL_UNROLL
     for (int r = 0; r < kQ; ++r) {
-      const F x = Isa::broadcast(factors + r * factor_stride);
+      const F x = Lanes::broadcast(factors + r * factor_stride);
       LLMCTL_UNROLL
-      for (int v = 0; v < kVectors; ++v) acc[r][v] = Isa::fma(x, y[v], acc[r][v]);
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = Lanes::fma(x, y[v], acc[r][v]);
     }
   }
 }
 
-// Scores of kVectors * 8 positions from `offset` of a segment on, for kQ queries q [head_dim][kQ]; meanwhile the same
-// part of the next segment's keys and of this segment's values is fetched to L1.
-template <class Isa, class Format, int kQ, int kVectors>
-LLMCTL_INLINE void score_strip(const float* __restrict q, const Segment<typename Format::Elem>& segment,
-                               const Segment<typename Format::Elem>& next, int offset, const Kv& kv,
-                               float* __restrict scores) {
-  using F = typename Isa::F;
+// Fetches what is needed later, a part of it in each step of a strip that reads as much. Memory is the limit when few
+// queries share the keys, so it has to work all the time: while scores are computed the split's values come in, and
+// while values are added up the keys of the next split.
+template <int kStripBytes>
+LLMCTL_INLINE void fetch_step(const char* at, int step) {
+  constexpr int kEvery = kStripBytes >= 64 ? 1 : 64 / kStripBytes;  // a cache line serves so many steps
+  if (step % kEvery == 0) {
+    LLMCTL_UNROLL
+    for (int line = 0; line < kStripBytes; line += 64) __builtin_prefetch(at + line, 0, 2);
+  }
+}
+
+// Scores of kVectors vectors of positions from `offset` of a segment on, for kQ queries q [head_dim][kQ].
+template <class Lanes, class Format, int kQ, int kVectors>
+LLMCTL_INLINE void score_strip(const float* __restrict q, const Segment<typename Format::Elem>& segment, int offset,
+                               const Kv& kv, float* __restrict scores) {
   using Elem = typename Format::Elem;
-  constexpr int kStripBytes = kVectors * kLanes * static_cast<int>(sizeof(Elem));
-  constexpr int kEvery = kStripBytes >= 64 ? 1 : 64 / kStripBytes;  // a cache line serves so many d
-  F acc[kQ][kVectors];
+  constexpr int kStripBytes = kVectors * Lanes::kWidth * static_cast<int>(sizeof(Elem));
+  typename Lanes::F acc[kQ][kVectors];
   LLMCTL_UNROLL
   for (int r = 0; r < kQ; ++r) {
     LLMCTL_UNROLL
-    for (int v = 0; v < kVectors; ++v) acc[r][v] = Isa::zero();
+    for (int v = 0; v < kVectors; ++v) acc[r][v] = Lanes::zero();
   }
   const long stride = kv.block_size;
   const Elem* keys = segment.keys + offset;
-  const Elem* next_keys = next.keys + offset;
   const char* values = reinterpret_cast<const char*>(segment.values + static_cast<long>(offset) * kv.head_dim);
   for (int d = 0; d < kv.head_dim; ++d) {
-    multiply_in<Isa, Format, kQ, kVectors>(q, 1, keys, acc);
+    multiply_in<Lanes, Format, kQ, kVectors>(q, 1, keys, acc);
+    fetch_step<kStripBytes>(values, d);
     q += kQ;
-    if (d % kEvery == 0) {
-      LLMCTL_UNROLL
-      for (int line = 0; line < kStripBytes; line += 64) {
-        Isa::prefetch(reinterpret_cast<const char*>(next_keys) + line);
-        Isa::prefetch(values + line);
-      }
-    }
     keys += stride;
-    next_keys += stride;
     values += kStripBytes;
   }
-  if constexpr (Format::kMarked) {
-    LLMCTL_UNROLL
-    for (int v = 0; v < kVectors; ++v) {
-      const F first = Format::template load<Isa>(segment.keys + offset + kLanes * v);
-      const F mark = Isa::select(Format::template marked<Isa>(first), Isa::set1(__builtin_nanf("")), Isa::zero());
-      LLMCTL_UNROLL
-      for (int r = 0; r < kQ; ++r) acc[r][v] = Isa::add(acc[r][v], mark);
-    }
-  }
-  LLMCTL_UNROLL
-  for (int v = 0; v < kVectors; ++v) {
-    F scale;
-    if constexpr (Format::kScaled) scale = Isa::load_bf16(segment.key_scales + offset + kLanes * v);
-    LLMCTL_UNROLL
-    for (int r = 0; r < kQ; ++r) {
-      if constexpr (Format::kScaled) acc[r][v] = Isa::mul(acc[r][v], scale);
-      Isa::store(scores + r * kAttendSplit + kLanes * v, acc[r][v]);
-    }
-  }
-}
-
-// out [kQ][head_dim], dimensions d .. d + 8 kVectors: sum over the split's positions from `from` on of weight * value.
-template <class Isa, class Format, int kQ, int kVectors>
-LLMCTL_INLINE void value_strip(const float* __restrict weights, const Segment<typename Format::Elem>* segments,
-                               int count, int from, int d, int head_dim, float* __restrict out) {
-  using F = typename Isa::F;
-  F acc[kQ][kVectors];
   LLMCTL_UNROLL
   for (int r = 0; r < kQ; ++r) {
     LLMCTL_UNROLL
-    for (int v = 0; v < kVectors; ++v) acc[r][v] = Isa::zero();
+    for (int v = 0; v < kVectors; ++v) Lanes::store(scores + r * kAttendSplit + Lanes::kWidth * v, acc[r][v]);
+  }
+}
+
+// out [kQ][head_dim], kVectors vectors of dimensions from d on: sum over the split's positions from `from` on of weight
+// * value. `next_keys` are those of as many segments of the split that is probably next.
+template <class Lanes, class Format, int kQ, int kVectors>
+LLMCTL_INLINE void value_strip(const float* __restrict weights, const Segment<typename Format::Elem>* segments,
+                               int count, int from, int d, int head_dim, const char* const* next_keys,
+                               float* __restrict out) {
+  constexpr int kElemBytes = static_cast<int>(sizeof(typename Format::Elem));
+  constexpr int kStripBytes = kVectors * Lanes::kWidth * kElemBytes;
+  typename Lanes::F acc[kQ][kVectors];
+  LLMCTL_UNROLL
+  for (int r = 0; r < kQ; ++r) {
+    LLMCTL_UNROLL
+    for (int v = 0; v < kVectors; ++v) acc[r][v] = Lanes::zero();
   }
   for (int s = 0; s < count; ++s) {
     const int begin = most(from, segments[s].at), end = segments[s].at + segments[s].count;
     const auto* values = segments[s].values + static_cast<long>(begin - segments[s].at) * head_dim + d;
+    const char* next = next_keys[s] + static_cast<long>(d) * segments[s].count * kElemBytes;
     for (int t = begin; t < end; ++t) {
-      multiply_in<Isa, Format, kQ, kVectors>(weights + t, kAttendSplit, values, acc);
+      multiply_in<Lanes, Format, kQ, kVectors>(weights + t, kAttendSplit, values, acc);
+      fetch_step<kStripBytes>(next, t);
       values += head_dim;
+      next += kStripBytes;
     }
   }
   LLMCTL_UNROLL
   for (int r = 0; r < kQ; ++r) {
     LLMCTL_UNROLL
     for (int v = 0; v < kVectors; ++v) {
-      if constexpr (Format::kFactor != 1.0f) acc[r][v] = Isa::mul(acc[r][v], Isa::set1(Format::kFactor));
-      Isa::store(out + r * kMaxHeadDim + d + kLanes * v, acc[r][v]);
+      if constexpr (Format::kFactor != 1.0f) acc[r][v] = Lanes::mul(acc[r][v], Lanes::set1(Format::kFactor));
+      Lanes::store(out + r * kMaxHeadDim + d + Lanes::kWidth * v, acc[r][v]);
     }
   }
+}
+
+// Calls strip(at, lanes, vectors), types that say how many, over [0, count) in strips that are as wide as accumulators
+// allow, the last ones narrow: up to kLanes - 1 more than count may be covered.
+template <class Isa, int kQ, class Strip>
+LLMCTL_INLINE void each_strip(int count, Strip&& strip) {
+  using Wide = typename Isa::Columns;
+  constexpr int kWide = (kQ <= 3 ? 32 : 16) * (Wide::kWidth > kLanes && kQ > 3 ? 2 : 1);
+  int at = 0;
+  for (; at + kWide - kLanes < count; at += kWide) strip(at, Wide{}, std::integral_constant<int, kWide / Wide::kWidth>{});
+  for (; at + kLanes < count; at += 2 * kLanes) strip(at, Isa{}, std::integral_constant<int, 2>{});
+  for (; at < count; at += kLanes) strip(at, Isa{}, std::integral_constant<int, 1>{});
 }
 
 // Scores [from, to) of one row to weights exp(score - maximum), 0 outside [first, end); all counted from the split's
@@ -185,24 +191,41 @@ LLMCTL_INLINE void soften(float* scores, int from, int to, int first, int end, f
   *sum = Isa::sum(total);
 }
 
-// weights [rows] times the scale of each position's value. Weights behind a segment's end are never used.
+// rows of [kAttendSplit] times the scale of each position's K or V. What is behind a segment's end is never used.
 template <class Isa, class Elem>
-LLMCTL_INLINE void weigh_scales(float* weights, int rows, const Segment<Elem>* segments, int count) {
+LLMCTL_INLINE void apply_scales(float* rows, int num_rows, const Segment<Elem>* segments, int count,
+                                const uint16_t* Segment<Elem>::* scales) {
   for (int s = 0; s < count; ++s) {
     for (int t = 0; t < segments[s].count; t += kLanes) {
-      const auto scale = Isa::load_bf16(segments[s].value_scales + t);
-      for (int r = 0; r < rows; ++r) {
-        float* at = weights + r * kAttendSplit + segments[s].at + t;
+      const auto scale = Isa::load_bf16(segments[s].*scales + t);
+      for (int r = 0; r < num_rows; ++r) {
+        float* at = rows + r * kAttendSplit + segments[s].at + t;
         Isa::store(at, Isa::mul(Isa::load(at), scale));
       }
     }
   }
 }
 
-// Partial results of one split for kQ score rows: out [kQ][kMaxHeadDim], maximum and sum [kQ].
+// The scores of marked tokens become NaN.
+template <class Isa, class Format>
+LLMCTL_INLINE void apply_marks(float* scores, int num_rows, const Segment<typename Format::Elem>* segments, int count) {
+  for (int s = 0; s < count; ++s) {
+    for (int t = 0; t < segments[s].count; t += kLanes) {
+      const auto mark = Format::template marked<Isa>(Format::template load<Isa>(segments[s].keys + t));
+      if (Isa::mask_bits(mark) == 0) continue;
+      for (int r = 0; r < num_rows; ++r) {
+        float* at = scores + r * kAttendSplit + segments[s].at + t;
+        Isa::store(at, Isa::select(mark, Isa::set1(__builtin_nanf("")), Isa::load(at)));
+      }
+    }
+  }
+}
+
+// Partial results of one split for kQ score rows: out [kQ][kMaxHeadDim], maximum and sum [kQ]. `next` is the split of
+// the same tile that this thread will probably do after it; it may be behind the last.
 template <class Isa, class Format, int kQ>
 LLMCTL_NOINLINE void split_part(const Kv& kv, const int32_t* table, int kv_head, const float* q, const Visible& visible,
-                                int split, float* out, float* maximum, float* sum) {
+                                int split, int next, float* out, float* maximum, float* sum) {
   using Elem = typename Format::Elem;
   const int origin = split * kAttendSplit;
   int low = visible.first[0], high = visible.end[0];
@@ -210,6 +233,7 @@ LLMCTL_NOINLINE void split_part(const Kv& kv, const int32_t* table, int kv_head,
     low = least(low, visible.first[r]);
     high = most(high, visible.end[r]);
   }
+  const int end = high;
   low = most(low, origin);
   high = least(high, origin + kAttendSplit);
 
@@ -225,56 +249,44 @@ LLMCTL_NOINLINE void split_part(const Kv& kv, const int32_t* table, int kv_head,
     p += length;
   }
 
-  alignas(32) float scores[kQ * kAttendSplit];
-  constexpr int kWide = kQ <= 3 ? 4 : 2;
+  const char* next_keys[kMaxSegments];
   for (int s = 0; s < count; ++s) {
-    const Segment<Elem>& segment = segments[s];
-    const Segment<Elem>& next = segments[least(s + 1, count - 1)];
-    int t = 0;
-    for (; t + kLanes * (kWide - 1) < segment.count; t += kLanes * kWide) {
-      score_strip<Isa, Format, kQ, kWide>(q, segment, next, t, kv, scores + segment.at + t);
-    }
-    if constexpr (kWide == 4) {
-      for (; t + kLanes < segment.count; t += kLanes * 2) {
-        score_strip<Isa, Format, kQ, 2>(q, segment, next, t, kv, scores + segment.at + t);
-      }
-    }
-    for (; t < segment.count; t += kLanes) {
-      score_strip<Isa, Format, kQ, 1>(q, segment, next, t, kv, scores + segment.at + t);
-    }
+    const int p = least(next * kAttendSplit + segments[s].at, end - 1);
+    next_keys[s] = reinterpret_cast<const char*>(half_of(kv, table[p / kv.block_size], kv_head, 0).values);
   }
+
+  alignas(64) float scores[kQ * kAttendSplit];
+  for (int s = 0; s < count; ++s) {
+    each_strip<Isa, kQ>(segments[s].count, [&]<class Lanes, int kVectors>(int t, Lanes, std::integral_constant<int, kVectors>) {
+      score_strip<Lanes, Format, kQ, kVectors>(q, segments[s], t, kv, scores + segments[s].at + t);
+    });
+  }
+  if constexpr (Format::kScaled) apply_scales<Isa>(scores, kQ, segments, count, &Segment<Elem>::key_scales);
+  if constexpr (Format::kMarked) apply_marks<Isa, Format>(scores, kQ, segments, count);
 
   const int from = low / kLanes * kLanes - origin, to = (high - origin + kLanes - 1) / kLanes * kLanes;
   for (int r = 0; r < kQ; ++r) {
     soften<Isa>(scores + r * kAttendSplit, from, to, visible.first[r] - origin, visible.end[r] - origin, maximum + r,
                 sum + r);
   }
-  if constexpr (Format::kScaled) weigh_scales<Isa>(scores, kQ, segments, count);
+  if constexpr (Format::kScaled) apply_scales<Isa>(scores, kQ, segments, count, &Segment<Elem>::value_scales);
 
-  int d = 0;
-  for (; d + kLanes * kWide <= kv.head_dim; d += kLanes * kWide) {
-    value_strip<Isa, Format, kQ, kWide>(scores, segments, count, low - origin, d, kv.head_dim, out);
-  }
-  if constexpr (kWide == 4) {
-    for (; d + kLanes * 2 <= kv.head_dim; d += kLanes * 2) {
-      value_strip<Isa, Format, kQ, 2>(scores, segments, count, low - origin, d, kv.head_dim, out);
-    }
-  }
-  for (; d < kv.head_dim; d += kLanes) {
-    value_strip<Isa, Format, kQ, 1>(scores, segments, count, low - origin, d, kv.head_dim, out);
-  }
+  each_strip<Isa, kQ>(kv.head_dim, [&]<class Lanes, int kVectors>(int d, Lanes, std::integral_constant<int, kVectors>) {
+    value_strip<Lanes, Format, kQ, kVectors>(scores, segments, count, low - origin, d, kv.head_dim, next_keys, out);
+  });
 }
 
 template <class Isa, class Format>
 LLMCTL_INLINE void split_part_of(int rows, const Kv& kv, const int32_t* table, int kv_head, const float* q,
-                                 const Visible& visible, int split, float* out, float* maximum, float* sum) {
+                                 const Visible& visible, int split, int next, float* out, float* maximum,
+                                 float* sum) {
   switch (rows) {
-    case 1: return split_part<Isa, Format, 1>(kv, table, kv_head, q, visible, split, out, maximum, sum);
-    case 2: return split_part<Isa, Format, 2>(kv, table, kv_head, q, visible, split, out, maximum, sum);
-    case 3: return split_part<Isa, Format, 3>(kv, table, kv_head, q, visible, split, out, maximum, sum);
-    case 4: return split_part<Isa, Format, 4>(kv, table, kv_head, q, visible, split, out, maximum, sum);
-    case 5: return split_part<Isa, Format, 5>(kv, table, kv_head, q, visible, split, out, maximum, sum);
-    default: return split_part<Isa, Format, 6>(kv, table, kv_head, q, visible, split, out, maximum, sum);
+    case 1: return split_part<Isa, Format, 1>(kv, table, kv_head, q, visible, split, next, out, maximum, sum);
+    case 2: return split_part<Isa, Format, 2>(kv, table, kv_head, q, visible, split, next, out, maximum, sum);
+    case 3: return split_part<Isa, Format, 3>(kv, table, kv_head, q, visible, split, next, out, maximum, sum);
+    case 4: return split_part<Isa, Format, 4>(kv, table, kv_head, q, visible, split, next, out, maximum, sum);
+    case 5: return split_part<Isa, Format, 5>(kv, table, kv_head, q, visible, split, next, out, maximum, sum);
+    default: return split_part<Isa, Format, 6>(kv, table, kv_head, q, visible, split, next, out, maximum, sum);
   }
 }
 
@@ -331,14 +343,15 @@ LLMCTL_INLINE void open_tile(const AttendArgs& a, const AttendTile& tile, float 
 }
 
 template <class Isa, class Format>
-LLMCTL_NOINLINE void attend_split(const AttendArgs& a, const AttendTile& tile, int split, float* partials) {
+LLMCTL_NOINLINE void attend_split(const AttendArgs& a, const AttendTile& tile, int split, int next,
+                                  float* partials) {
   alignas(32) float q[kTileRows * kMaxHeadDim], out[kTileRows * kMaxHeadDim];
   float maximum[kTileRows], sum[kTileRows];
   Visible visible;
   open_tile(a, tile, Format::kFactor, q, visible);
   const int rows = tile.queries * tile.heads;
   const int32_t* table = a.kv.table + a.batch.slot[tile.first_row] * a.kv.max_blocks;
-  split_part_of<Isa, Format>(rows, a.kv, table, tile.kv_head, q, visible, split, out, maximum, sum);
+  split_part_of<Isa, Format>(rows, a.kv, table, tile.kv_head, q, visible, split, next, out, maximum, sum);
   for (int r = 0; r < rows; ++r) {
     float* to = partials + partial_index(a, tile.first_row + r / tile.heads, tile.first_head + r % tile.heads, split);
     std::memcpy(to, out + r * kMaxHeadDim, sizeof(float) * static_cast<std::size_t>(a.kv.head_dim));
@@ -359,7 +372,7 @@ LLMCTL_NOINLINE void attend_whole(const AttendArgs& a, const AttendTile& tile) {
   for (int r = 0; r < rows; ++r) running[r] = {kNever, 0.0f, merged + r * kMaxHeadDim};
   const Range splits = tile_splits(a, tile);
   for (int split = splits.begin; split < splits.end; ++split) {
-    split_part_of<Isa, Format>(rows, a.kv, table, tile.kv_head, q, visible, split, out, maximum, sum);
+    split_part_of<Isa, Format>(rows, a.kv, table, tile.kv_head, q, visible, split, split + 1, out, maximum, sum);
     for (int r = 0; r < rows; ++r) {
       const Range own = split_range({visible.first[r], visible.end[r]});
       if (split < own.begin || split >= own.end) continue;

@@ -51,7 +51,8 @@ struct Avx2 {
   using I = __m256i;  // 8 int32
   static constexpr const char* kName = "avx2";
 
-  // What linear tiles compute columns of a panel with, how many of them a vector has, and the rows of a tile.
+  // What linear tiles compute columns of a panel with, and attention its strips; how many lanes a vector of it has, and
+  // the rows of a linear tile.
   using Columns = Avx2;
   static constexpr int kWidth = kLanes;
   static constexpr int kIntRows = 4, kFloatRows = 6;

@@ -1,7 +1,7 @@
 // AVX-512 F, BW, DQ, VL with VNNI: the 8-lane primitives of `Avx2` on 32 registers, and columns of 16 lanes.
 //
-// Everything but the linear tiles keeps 8 lanes: the bits are then those of `Avx2`, and so are the linear ones, since
-// integer sums are exact and a lane is a column whatever the width.
+// Everything but linear tiles and attention's strips keeps 8 lanes: the bits are then those of `Avx2`. Those two have
+// them too, since integer sums are exact and a lane is a column, a position or a dimension whatever the width.
 #pragma once
 
 #include "isa.hpp"
@@ -27,6 +27,17 @@ struct Avx512 : Avx2 {
     LLMCTL_INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
     LLMCTL_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
     LLMCTL_INLINE F load_f16(const uint16_t* p) { return _mm512_cvtph_ps(load_256(p)); }
+    LLMCTL_INLINE F load_bf16(const uint16_t* p) {
+      return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_256(p)), 16));
+    }
+    LLMCTL_INLINE F load_i8(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_128(p))); }
+    LLMCTL_INLINE F load_e4m3(const uint8_t* p) {
+      const __m256i moved = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_128(p)), 7);
+      return _mm512_cvtph_ps(_mm256_and_si256(moved, _mm256_set1_epi16(static_cast<int16_t>(0xBFFF))));
+    }
+    LLMCTL_INLINE F load_e5m2(const uint8_t* p) {
+      return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepi8_epi16(load_128(p)), 8));
+    }
     LLMCTL_INLINE I zero_i() { return _mm512_setzero_si512(); }
     LLMCTL_INLINE I set1_i(int32_t v) { return _mm512_set1_epi32(v); }
     LLMCTL_INLINE I add_i(I a, I b) { return _mm512_add_epi32(a, b); }
@@ -71,6 +82,10 @@ struct Avx512 : Avx2 {
     LLMCTL_INLINE void prefetch(const void* p) { Avx2::prefetch(p); }
 
    private:
+    template <class T>
+    LLMCTL_INLINE __m128i load_128(const T* p) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    }
     template <class T>
     LLMCTL_INLINE __m256i load_256(const T* p) {
       return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

@@ -277,7 +277,8 @@ class AttendStage final : public Stage {
       const int next = task + splits.end - splits.begin;
       for (; mine < next; mine = share.take()) {
         if (by_split) {
-          split_(args_, tile, splits.begin + mine - task, partials);
+          const int split = splits.begin + mine - task;
+          split_(args_, tile, split, split + share.threads, partials);
         } else {
           whole_(args_, tile);
         }
@@ -294,7 +295,7 @@ class AttendStage final : public Stage {
   }
 
  private:
-  void (*split_)(const AttendArgs&, const AttendTile&, int, float*);
+  void (*split_)(const AttendArgs&, const AttendTile&, int, int, float*);
   void (*whole_)(const AttendArgs&, const AttendTile&);
   AttendArgs args_;
   Tiling tiling_;

@@ -157,8 +157,8 @@ struct Table {
                                int act_row);
   // Tasks are row * num_kv_heads + kv_head: that KV head and the query heads that read it.
   void (*rope_store)(const RopeStoreArgs&, int task_begin, int task_end);
-  // One split of a tile to `partials` (layout: attend.hpp).
-  void (*attend_split[kKvKinds])(const AttendArgs&, const AttendTile&, int split, float* partials);
+  // One split of a tile to `partials` (layout: attend.hpp); `next` is the one that the thread will probably do next.
+  void (*attend_split[kKvKinds])(const AttendArgs&, const AttendTile&, int split, int next, float* partials);
   // All splits of a tile, merged, to rows 0.. of the act's values.
   void (*attend_whole[kKvKinds])(const AttendArgs&, const AttendTile&);
   // Merge `partials` (null: values are already in rows 0.. of the act) to the act's rows from act_row, with their

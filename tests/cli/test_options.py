@@ -79,6 +79,7 @@ def test_every_engine_option_reaches_the_config():
     line = (
         "m --dtype bf16 --kv-cache-dtype half --max-model-len 2k --max-num-seqs 3 --max-num-batched-tokens 1K "
         "--block-size 64 --num-gpu-blocks-override 7 --kv-cache-memory-bytes 1G --no-enable-prefix-caching "
+        "--cache-eviction lru --cache-eviction-k 3 "
         "--scheduling-policy fcfs --threads 2 --seed 9 --async-depth 2 --kernels generic "
         '--speculative-config {"num_speculative_tokens":5,"prompt_lookup_max":6}'
     )
@@ -98,6 +99,8 @@ def test_every_engine_option_reaches_the_config():
         threads=2,
         seed=9,
         async_depth=2,
+        cache_eviction="lru",
+        cache_eviction_k=3,
         kernels="generic",
         speculative_config=SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_max=6),
     )
@@ -108,16 +111,8 @@ def test_options_of_memory_are_those_that_a_plan_depends_on():
     import inspect
 
     names = set(inspect.signature(memory_config).parameters) - {"model_option"}
-    left_out = {
-        "enable_prefix_caching",
-        "cache_audit",
-        "scheduling_policy",
-        "threads",
-        "seed",
-        "async_depth",
-        "kernels",
-    }
-    left_out.add("speculative_config")
+    left_out = {"enable_prefix_caching", "scheduling_policy", "threads", "seed", "async_depth", "kernels"}
+    left_out |= {"cache_eviction", "cache_eviction_k", "cache_audit", "speculative_config"}
     assert names == set(EngineConfig.__struct_fields__) - left_out
 
 

@@ -56,7 +56,7 @@ def run(console, command, path, *more):
 def parsed(command, path):
     """The parameters that a command gets from a file alone, and the names of those that came from it."""
     root = typer.main.get_command(app.app)
-    found = root.commands[command].make_context(command, ["--config", str(path)])
+    found = root.get_command(None, command).make_context(command, ["--config", str(path)])
     return found.params, {name for name in found.params if found.get_parameter_source(name).name == "DEFAULT_MAP"}
 
 
@@ -100,7 +100,7 @@ def test_the_sections_of_other_servers_mean_what_they_say(console, asked):
     _, config, settings = asked["serve"]
     assert (config.model, config.max_num_seqs, config.max_num_batched_tokens) == (MODEL, 64, 512)
     assert (config.scheduling_policy, config.max_model_len) == ("hybrid", 8192)
-    assert (config.block_size, config.kv_cache_memory_bytes, config.enable_prefix_caching) == (32, 1 << 30, True)
+    assert (config.block_size, config.gpu_memory_utilization, config.enable_prefix_caching) == (32, 0.5, True)
     assert (settings.host, settings.port, settings.max_queue, settings.shutdown_timeout_s) == (
         "127.0.0.1", 8000, 1024, 60,
     )  # fmt: skip

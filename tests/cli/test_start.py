@@ -27,21 +27,32 @@ def start(module, press=PRESS, command="doctor", first=""):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, cwd="/", timeout=60)
 
 
-@pytest.mark.parametrize("module", ["llmctl.cli.app", "typer", "msgspec", "llmctl.cli.commands.serve"])
+@pytest.mark.parametrize("module", ["llmctl.cli.app", "typer", "llmctl.cli.console"])
 @pytest.mark.parametrize("command", ["chat", "bench", "--version"])
-def test_ctrl_c_while_the_commands_are_imported_is_quiet(module, command):
+def test_ctrl_c_while_the_command_line_is_imported_is_quiet(module, command):
     done = start(module, command=command)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
-def test_ctrl_c_while_a_command_imports_what_it_needs_shows_no_traceback():
-    done = start("llmctl.cli.diagnosis")
+@pytest.mark.parametrize("module", ["llmctl.cli.commands.doctor", "llmctl.cli.diagnosis"])
+def test_ctrl_c_while_a_command_and_what_it_needs_are_imported_shows_no_traceback(module):
+    done = start(module)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")
 
 
 def test_ctrl_c_that_the_interpreter_would_drop_is_obeyed():
     done = start("llmctl.cli.diagnosis", PRESS_IN_A_CALLBACK)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
+def test_a_thread_that_never_ends_does_not_keep_the_command_from_ending():
+    first = (
+        "import atexit, threading; atexit.register(print, 'done at exit'); "
+        "threading.Thread(target=threading.Event().wait).start()"
+    )
+    done = start("nothing", command="--version", first=first)
+    lines = done.stdout.decode().splitlines()
+    assert done.returncode == 0 and lines[0].startswith("llmctl ") and lines[1:] == ["done at exit"]
 
 
 def test_ctrl_c_stays_ignored_where_the_shell_ignores_it():

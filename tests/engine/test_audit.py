@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from llmctl.engine.assemble import build_engine
 from llmctl.engine.audit import AuditedEngine
 from llmctl.engine.config import EngineConfig
 from llmctl.engine.engine import Core
-from llmctl.engine.launch import build_engine
 from llmctl.engine.request import Output, Request, SamplingParams
 from llmctl.kernels.errors import UsageError
 

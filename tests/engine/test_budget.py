@@ -51,6 +51,19 @@ def test_pool_takes_a_quarter_of_what_is_left():
     assert found.total + found.reserve < found.available
 
 
+def test_a_share_of_the_memory_is_the_limit_of_everything_together():
+    found = budget(gpu_memory_utilization=0.5)
+    assert found.total <= found.available // 2 < found.total + found.bytes_per_block
+    assert budget(gpu_memory_utilization=1.0).reserve == 256 * MIB
+    with pytest.raises(CapacityError, match="100 MiB for weights"):
+        budget(gpu_memory_utilization=0.01)
+
+
+def test_a_share_and_a_size_of_the_pool_are_refused_together():
+    with pytest.raises(UsageError, match="--kv-cache-memory-bytes 1073741824 and --gpu-memory-utilization 0.5 both"):
+        budget(gpu_memory_utilization=0.5, kv_cache_memory_bytes=GIB)
+
+
 def test_pool_is_no_larger_than_all_sequences_need():
     found = budget(available=64 * GIB, max_num_seqs=4, max_model_len=1024)
     assert found.num_blocks == 4 * 1024 // 32

@@ -7,6 +7,7 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import pytest
 
 from llmctl.engine.config import EngineConfig
 from llmctl.engine.llm import LLM
-from llmctl.engine.process import EngineProcess
+from llmctl.engine.process import PREFIX, EngineProcess, sweep
 from llmctl.engine.process_client import ProcessClient
 from llmctl.engine.request import FinishReason, Output, SamplingParams
 from llmctl.kernels.errors import CapacityError, EngineDead, LlmctlError, UsageError
@@ -131,7 +132,7 @@ def test_aborts_and_questions_after_an_engine_process_was_killed_do_not_hang(fol
         request = llm.frontend.request([5] * 20, LONG)
         psutil.Process(client.pid).suspend()
         client.submit(request, ended.put)
-        client.kill()
+        os.kill(client.pid, signal.SIGKILL)
         for _ in range(3000):  # more than a socket would hold for a reader that does not read
             client.abort(request.id)
         assert ended.get().finish is FinishReason.ERROR
@@ -171,6 +172,21 @@ def test_a_process_that_nobody_takes_over_is_ended(folder: str) -> None:
     engine.end()
     engine.end()
     assert engine.process.poll() is not None and not engine.folder.exists()
+
+
+def test_the_folder_of_a_process_that_was_killed_is_swept_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    engine = EngineProcess(EngineConfig(model="/no/such/model"), 1)
+    stale, other = tmp_path / f"{PREFIX}stale", tmp_path / f"{PREFIX}other"
+    for folder in (stale, other):
+        folder.mkdir()
+    (stale / "lock").touch()
+    sweep()
+    assert engine.folder.exists() and other.exists() and not stale.exists()
+    engine.end()
+    assert not engine.folder.exists()
 
 
 def run_script(body: str, folder: str) -> subprocess.CompletedProcess[str]:

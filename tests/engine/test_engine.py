@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from llmctl.engine.assemble import build_engine
 from llmctl.engine.config import EngineConfig
 from llmctl.engine.engine import Engine
-from llmctl.engine.launch import build_engine
 from llmctl.engine.request import FinishReason, Output, Request, SamplingParams
 from llmctl.kernels.ops import LOGIT_ROWS
 

@@ -95,6 +95,7 @@ def test_logit_bias_and_banned_tokens_are_obeyed(llm: LLM) -> None:
         ({"temperature": -1.0}, "`temperature` is -1.0"),
         ({"top_p": 0.0}, "`top_p` is 0"),
         ({"n": 0}, "`n` is 0"),
+        ({"max_tokens": -1}, "`max_tokens` is -1"),
         ({"n": 100000}, "`n` is 100000"),
         ({"stop": ("",)}, "empty string"),
         ({"stop_token_ids": (99999,)}, "99999"),
@@ -121,6 +122,7 @@ def test_max_tokens_beyond_the_context_is_refused_and_not_cut(llm: LLM) -> None:
         ({"seed": 1.5}, "seed"),
         ({"top_k": None}, "top_k"),
         ({"temperature": None}, "temperature"),
+        ({"temperature": "x"}, "temperature"),
         ({"logprobs": True}, "logprobs"),
         ({"top_p": "0.9"}, "top_p"),
         ({"stop": (1,)}, "stop"),
@@ -219,7 +221,7 @@ def test_a_script_for_vllm_runs_after_its_import_was_changed(tmp_path, capsys: p
         dtype="half",
         tensor_parallel_size=1,
         max_num_seqs=2,
-        gpu_memory_utilization=0.9,
+        gpu_memory_utilization=0.2,
         trust_remote_code=True,
         max_model_len=128,
     )
@@ -244,7 +246,7 @@ def test_a_script_for_vllm_runs_after_its_import_was_changed(tmp_path, capsys: p
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, a model runs in one engine"),
         ({"tokenizer": "other"}, "tokenizer is `other`"),
-        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
+        ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization is 1.5"),
     ],
 )
 def test_what_a_script_for_vllm_cannot_have_is_refused(changes: dict[str, object], message: str) -> None:

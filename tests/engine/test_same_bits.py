@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmctl.engine.assemble import build_engine
 from llmctl.engine.config import EngineConfig, SpeculativeConfig, environment
-from llmctl.engine.launch import build_engine
 from llmctl.engine.llm import LLM
 from llmctl.engine.load.hub import resolve
 from llmctl.engine.load.packed import open_packed
@@ -58,7 +58,7 @@ WAYS = (
     Way("one thread", {"threads": 1}),
     Way("two threads", {"threads": 2}),
     Way("blocks of 16", {"block_size": 16}),
-    Way("blocks of 64", {"block_size": 64}),
+    *(Way(f"blocks of {size}", {"block_size": size}) for size in (32, 64, 128, 256, 512)),
     Way("blocks of 8 and three sequences", {"block_size": 8, "max_num_seqs": 3}),
     Way("cache off", {"enable_prefix_caching": False}),
     Way("cache warm", {}, twice=True),

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 
 from llmctl.engine.load.text import ChatInfo
 from llmctl.engine.tokenizer import IncrementalDecoder, StopMatcher, Tokenizer
-from llmctl.kernels.errors import CheckpointError, UnsupportedModel, UsageError
+from llmctl.kernels.errors import CapacityError, CheckpointError, UnsupportedModel, UsageError
 
 CORPUS = ["the quick brown fox, it's 12345", "Grüße aus Köln 你好，世界 🙂🙃 привет", "def f(x):\n    return x\n"]
 SPECIAL = ["<|end|>", "<|start|>"]
@@ -95,6 +95,29 @@ def test_text_survives_encoding_and_decoding(made, theirs, text):
     ids = made["bytes"].encode(text)
     assert ids == theirs(text)["input_ids"]
     assert made["bytes"].decode(ids, skip_special=False) == text
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_long_text_is_encoded_as_its_backend_does(made, style):
+    text = " ".join(CORPUS * 200)
+    assert made[style].encode(text) == BACKENDS[style].encode(text).ids
+    with pytest.raises(UsageError, match="lone surrogate"):
+        made[style].encode(text + "\ud800")
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_of_a_text_that_cannot_fit_only_a_piece_is_encoded(made, style):
+    text = "the the " * (1 << 21)
+    with pytest.raises(CapacityError, match=r"16777216 characters has more than \d{4,5} tokens, and .* for 1000"):
+        made[style].encode(text, most=1000)
+
+
+def test_a_text_of_few_tokens_is_not_refused_however_long_it_is(tmp_path):
+    backend = byte_level_backend()
+    backend.add_tokens([AddedToken("~" * 100, normalized=False)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat.json").write_bytes(msgspec.json.encode(CHAT))
+    assert len(Tokenizer(tmp_path).encode("~" * 300_000, most=3000)) == 3000
 
 
 def test_special_tokens_round_a_text_can_be_left_out(made):

@@ -14,8 +14,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from llmctl import LLM, SamplingParams
+from llmctl.engine.assemble import build_engine
 from llmctl.engine.config import EngineConfig, environment
-from llmctl.engine.launch import build_engine
 from llmctl.engine.load.hub import resolve
 from llmctl.engine.load.model import open_model, why_transformers
 from llmctl.engine.load.packed import list_entries, verify
@@ -129,7 +129,9 @@ def test_what_our_decoder_refuses_goes_to_transformers(folders: dict[str, Path],
     config = json.loads((tmp_path / "config.json").read_text())
     yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
     (tmp_path / "config.json").write_text(json.dumps({**config, "rope_parameters": yarn}))
-    assert why_transformers(llama, "auto") == "our decoder does not know it: rope type `yarn`"
+    assert why_transformers(llama, "auto") == (
+        "our decoder does not know it: rope type 'yarn' in `rope_type`; supported: default, linear, llama3"
+    )
     tokens = some_tokens(40)
     runner = make_runner(tmp_path, tmp_path / "cache")
     np.testing.assert_allclose(
@@ -167,7 +169,7 @@ def test_the_trial_tells_what_it_found(folders: dict[str, Path], tmp_path: Path)
 
 
 def test_a_model_outside_the_promise_is_labelled(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="llmctl.engine.launch"):
+    with caplog.at_level(logging.INFO, logger="llmctl.engine.assemble"):
         engine, info = build_engine(
             EngineConfig(model=str(folders["olmo2"]), max_num_batched_tokens=1, max_num_seqs=1), epoch=1
         )

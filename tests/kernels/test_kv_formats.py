@@ -15,6 +15,8 @@ from llmctl.kernels.ops import AttendArgs, KVLayer, RopeStoreArgs, make_act, mak
 from llmctl.kernels.reference import attend, rope_store
 from llmctl.kernels.reference.kv import head_view
 
+from .cases import Case, all_cases
+
 KINDS = ("fp8_e4m3", "fp8_e5m2", "int8")
 LIMITS = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 DIM, BLOCK, POSITIONS = 16, 8, 40
@@ -188,6 +190,23 @@ def test_a_nan_reaches_what_sees_it_and_nothing_else(kind: str, where: str, dime
         assert np.isnan(got[bad:]).all()
     assert np.isfinite(cache.read()[1][:30]).all()
     assert np.isnan(cache.attend(q[:30], first=0, reference=True)[bad:]).all()
+
+
+ATTENTION = [case for case in all_cases() if case.op == "attend"]
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=[case.name for case in ATTENTION])
+def test_wider_vectors_have_the_bits_of_narrow_ones(case: Case) -> None:
+    if "avx512" not in _cpu.isas():
+        pytest.skip("no AVX-512 here")
+    found = []
+    for isa in ("avx2", "avx512"):
+        args = case.make()
+        (entry,) = (entry for entry in registry.entries() if entry.op == "attend" and entry.isa == isa)
+        for op in entry.build(args):
+            op.run()
+        found.append(args.act.values.tobytes())
+    assert found[0] == found[1]
 
 
 def test_an_unknown_format_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Tiny tensors are computed on one thread: several would mostly wait for each other, more so on a busy machine."""
+"""Tiny tensors are computed on one thread: several would mostly wait for each other on a busy machine."""
 
 import pytest
 import torch

@@ -116,7 +116,7 @@ def _linear_args(form: WeightFormat, rows: int, n: int, k: int, size: int, copie
 
 def _attention(shape: Shape, kind: str) -> Iterator[Case]:
     form = KVFormat(kind)
-    per_token = 2 * shape.kv_heads * shape.head_dim * form.bytes_per_value
+    per_token = 2 * shape.kv_heads * form.head_bytes(shape.head_dim)
     for context in CONTEXTS:
         for rows in ROWS:
             cold = rows * (context + 1) * per_token
@@ -186,11 +186,11 @@ def _rowwise(shape: Shape, rows: int) -> Iterator[Case]:
         yield case("embed", "", "int8g32", 0, rows * hidden + x, embed)
     for kind in KV_KINDS:
         form = KVFormat(kind)
-        stored = rows * 2 * kv_width * form.bytes_per_value
+        stored = rows * 2 * shape.kv_heads * form.head_bytes(shape.head_dim)
         moved = 4 * rows * (2 * width + 2 * kv_width)
         yield case("rope_store", "", kind, 0, stored + moved, functools.partial(_rope_args, shape, form, rows))
         if rows == 1:
-            copied = 2 * BLOCK_SIZE * 2 * kv_width * form.bytes_per_value
+            copied = 2 * BLOCK_SIZE * 2 * shape.kv_heads * form.head_bytes(shape.head_dim)
             yield case("kv_copy", "a block", kind, 0, copied, functools.partial(_copy_args, shape, form))
 
 
@@ -252,7 +252,7 @@ def _batch(rows: int, context: int, *, one_sequence: bool = False) -> Batch:
 
 def _kv_layers(shape: Shape, form: KVFormat, batch: Batch, copies: int) -> list[KVLayer]:
     """`copies` layers of an arena that has the blocks of the batch's table."""
-    layer = 2 * shape.kv_heads * shape.head_dim * BLOCK_SIZE * form.bytes_per_value
+    layer = 2 * shape.kv_heads * BLOCK_SIZE * form.head_bytes(shape.head_dim)
     stride = copies * layer
     arena = filler(batch.tables[0].size * stride)
     return [

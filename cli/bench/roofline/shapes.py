@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....kernels.formats import FLOAT_BYTES, WeightFormat, parse_weight_format
+from ....kernels.formats import KV_BYTES, WeightFormat, parse_weight_format
 
 ROWS = (1, 4, 16, 64, 512)
 CONTEXTS = (512, 2048)  # tokens before the rows that attend
@@ -13,7 +13,7 @@ WEIGHT_FORMATS = tuple(
     parse_weight_format(name)
     for name in ("int4g32", "int4g32min", "int4g64", "int4g128", "int4g128int", "int8g32", "f16", "bf16", "f32")
 )
-KV_KINDS = tuple(FLOAT_BYTES)
+KV_KINDS = tuple(KV_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

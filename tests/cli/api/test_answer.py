@@ -9,7 +9,7 @@ from llmctl.cli.api.errors import ApiError
 from llmctl.cli.api.journal import Record
 from llmctl.cli.api.service import Service
 from llmctl.cli.api.settings import ServeSettings
-from llmctl.cli.api.shape import Heading, Tally
+from llmctl.cli.api.shape import Heading, Piece, Tally
 from llmctl.engine.frontend import TextDelta, Usage
 from llmctl.engine.request import FinishReason, Request, SamplingParams
 
@@ -28,7 +28,7 @@ class Script:
         item = self._items.pop(0)
         if isinstance(item, Exception):
             raise item
-        return None if item is None else (0, item)
+        return [] if item is None else [(0, item)]
 
 
 REQUEST = Request(id="id-0", prompt=(1,), sampling=SamplingParams(), seed=0, stop_ids=(), max_tokens=4)
@@ -84,3 +84,13 @@ def test_an_error_after_the_first_chunk_ends_the_stream_without_done():
     events = bodies(run(HELLO, ApiError(503, "gone", code="engine_dead")))
     assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "engine_dead"
     assert "[DONE]" not in "".join(events)
+
+
+def test_a_piece_of_text_alone_is_written_as_the_whole_chunk_would_be():
+    heading = Heading("chatcmpl-id", 0, 'a "content":"" \\ model', "fp")
+    plain, full = ChatShape(heading, None, False, None, None), ChatShape(heading, None, False, None, (1,))
+    for choice, text in ((0, 'so "much" \\ ü\n'), (3, ""), (0, "again")):
+        piece = Piece(text, (5,), ())
+        expected = json.loads(full.piece(choice, piece))
+        assert expected["choices"][0].pop("token_ids") == [5]
+        assert json.loads(plain.piece(choice, piece)) == expected

@@ -3,7 +3,7 @@
 import asyncio
 import types
 
-from llmctl.cli.api.deltas import opened
+from llmctl.cli.api.deltas import Mailbox, opened
 from tests.cli.bench.virtual import run
 
 
@@ -36,11 +36,12 @@ def heard(timed, until_s, patience_s=15.0, busy_s=0.0):
         loop = asyncio.get_running_loop()
         start, found = loop.time(), []
         frontend = Frontend(*timed)
-        with opened(frontend, ["request"]) as deltas:
+        with opened(frontend, Mailbox(), ["request"]) as deltas:
             while loop.time() - start < until_s:
-                item = await deltas.next(patience_s)
-                found.append((round(loop.time() - start, 3), item and item[1].text))
-                if item is not None:
+                items = await deltas.next(patience_s)
+                now = round(loop.time() - start, 3)
+                found += [(now, delta.text) for _, delta in items] or [(now, None)]
+                if items:
                     await asyncio.sleep(busy_s)
         assert frontend.generation.finished
         return found

@@ -124,6 +124,7 @@ def test_fields_that_ask_for_nothing_are_accepted(http):
         {"prompt": "x", "logprobs": 21},
         {"prompt": "x", "suffix": "y"},
         {"prompt": "x", "best_of": 3},
+        {"prompt": "x", "best_of": True},
         {"prompt": 5},
     ],
 )
@@ -201,6 +202,19 @@ def test_more_sequences_than_the_server_ever_holds_are_refused(http):
 def test_a_body_that_is_too_long_is_refused(http):
     body = json.dumps({"messages": [{"role": "user", "content": "x" * (33 << 20)}]})
     assert "32 MiB" in refusal(http.post(CHAT, content=body), 413)["message"]
+
+
+@pytest.mark.parametrize("prompt", ["a " * (1 << 22), [1] * (1 << 22), ["a", "b" * (1 << 23)]])
+def test_a_prompt_far_beyond_the_context_is_refused_without_being_encoded(http, prompt):
+    error = refusal(http.post("/v1/completions", json={"prompt": prompt}), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+
+
+def test_a_conversation_or_a_text_to_tokenize_far_beyond_the_context_is_refused(http):
+    text = "a " * (1 << 22)
+    error = refusal(http.post(CHAT, json={"messages": [{"role": "user", "content": text}]}), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert refusal(http.post("/tokenize", json={"prompt": text}), 400)["code"] == "context_length_exceeded"
 
 
 def test_a_lone_surrogate_is_a_bad_request(http):

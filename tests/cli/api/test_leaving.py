@@ -5,8 +5,10 @@ The engine is made to stand still while a client leaves, so that the phase is ce
 
 import concurrent.futures
 import contextlib
+import http.client
 import json
 import re
+import signal
 
 import pytest
 
@@ -109,6 +111,36 @@ def test_of_many_clients_half_leave_and_the_others_get_what_they_get_alone(serve
     assert {number: text for number, text in together.items() if text is not None} == alone
     assert_all_blocks_are_back(server.idle())
     assert server.health()["open"] == 0
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_is_one_line(server):
+    lines, before = server.stderr.count("\n"), server.idle()
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
+    connection.putrequest("POST", CHAT)
+    connection.putheader("content-length", "1000")
+    connection.endheaders(b'{"messages"')
+    leave(server, connection)
+    assert server.stderr.count("\n") == lines + 1 and "Traceback" not in server.stderr
+    counted = re.findall(r'http_requests_total\{.*status="(\d+)"\}', server.http().get("/metrics").text)
+    assert "499" in counted and "500" not in counted
+    assert server.idle()["engine_steps_total"] == before["engine_steps_total"]
+
+
+def test_a_storm_of_leaving_clients_takes_no_place_from_those_that_stay(start):
+    server = start("--max-num-seqs", "1", "--max-queue", "3")
+    before = server.idle()
+    server.signal(signal.SIGSTOP)  # so that it hears of all of them at once
+    gone = [ask(server, "x", max_tokens=1) for _ in range(100)]
+    staying = [ask(server, "y", max_tokens=1) for _ in range(4)]
+    for connection in gone:
+        connection.close()
+    server.signal(signal.SIGCONT)
+    assert [connection.getresponse().status for connection in staying] == [200] * 4
+    eventually(lambda: server.stderr.count("status=499") == 100, "a line for each client that left")
+    after = server.idle()
+    assert "status=429" not in server.stderr and server.health()["open"] == 0
+    prompts = re.findall(r"status=200 .*prompt_tokens=(\d+)", server.stderr)
+    assert after["prompt_tokens_total"] - before["prompt_tokens_total"] <= sum(map(int, prompts))
 
 
 def test_a_full_queue_says_when_to_come_again(start):

@@ -90,8 +90,9 @@ def test_what_does_not_finish_in_time_is_told_so(start):
         server.signal()
         server.logged("did not finish within 0 s")
     response = connection.getresponse()
-    assert response.status == 503 and json.load(response)["error"]["code"] == "engine_dead"
-    assert server.end()[0] == 0
+    assert response.status == 503 and json.load(response)["error"]["code"] == "shutting_down"
+    code, stderr = server.end()
+    assert code == 0 and "error=shutting_down" in stderr and "engine_dead" not in stderr
     assert not engine.is_running()
 
 
@@ -110,7 +111,7 @@ def test_a_second_signal_quits_at_once(start):
     assert not engine.is_running()
 
 
-def test_a_killed_engine_is_told_to_open_streams_and_to_everyone_after(start):
+def test_a_killed_engine_is_told_to_open_requests_and_ends_the_server(start):
     server = start()
     client = server.openai()
     stream = client.chat.completions.create(model="tiny", stream=True, n=64, max_tokens=200,
@@ -125,16 +126,24 @@ def test_a_killed_engine_is_told_to_open_streams_and_to_everyone_after(start):
         assert failed.value.code == "engine_dead" and "exit code -9" in failed.value.message
         response = unanswered.getresponse()
         assert response.status == 503 and json.load(response)["error"]["code"] == "engine_dead"
-    with pytest.raises(openai.InternalServerError) as refused:
-        client.chat.completions.create(model="tiny", **HELLO)
-    assert refused.value.status_code == 503
-    with server.http() as http:
-        assert http.get("/health").status_code == 503
-        assert http.get("/health").json()["status"] == "dead"
-        assert http.get("/metrics").status_code == 200
-    server.logged("ERROR .*exit code -9; requests are refused from now on")
-    server.signal()
-    assert server.end()[0] == 0
+    server.logged("ERROR .*exit code -9; the server ends")
+    code, stderr = server.end()
+    assert code == 6 and "Traceback" not in stderr
+    assert stderr.splitlines()[-1].startswith("error: the engine process ended with exit code -9")
+
+
+def test_a_stream_that_does_not_finish_in_time_ends_with_an_event_that_says_so(start):
+    server = start("--shutdown-timeout", "0")
+    stream = server.openai().chat.completions.create(model="tiny", stream=True, n=64, max_tokens=200,
+                                                     extra_body={"ignore_eos": True}, **HELLO)  # fmt: skip
+    next(stream)
+    with server.frozen_engine():
+        server.signal()
+        server.logged("did not finish within 0 s")
+    with pytest.raises(openai.APIError) as failed:
+        list(stream)
+    assert failed.value.code == "shutting_down"
+    assert "error=shutting_down" in server.end()[1]
 
 
 def test_an_engine_that_stands_still_is_told_by_its_health(start):

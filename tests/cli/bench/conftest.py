@@ -27,6 +27,7 @@ def bombard():
     def go(
         script, count, *, max_concurrency=0, request_rate=math.inf, burstiness=math.inf, capacity=1 << 30,
         timeout_s=600.0, prompt=(1, 2, 3), asked=11, path=COMPLETIONS, interrupt_s=None,
+        on_quiet=None,
     ):  # fmt: skip
         async def main():
             server = Server(script, capacity)
@@ -37,7 +38,7 @@ def bombard():
                 if interrupt_s is not None:
                     loop = asyncio.get_running_loop()
                     loop.call_later(interrupt_s, asyncio.current_task().cancel)
-                round_ = await drive(target, items, load.arrivals(count, None), load, timeout_s)
+                round_ = await drive(target, items, load.arrivals(count, None), load, timeout_s, on_quiet=on_quiet)
             return round_, server
 
         return run(main())

@@ -133,11 +133,29 @@ def test_pg19_from_a_folder_takes_stretches_of_every_text(make, tmp_path, tokeni
     assert not workload.stand_in and workload.source == f"texts in {tmp_path}"
 
 
-def test_texts_shorter_than_a_prompt_run_on(make, tmp_path, tokenizer):
-    (tmp_path / "short.txt").write_text("short")
-    asked = WorkloadOptions("pg19", tmp_path / "short.txt", num_prompts=1, prompt_tokens=500, output_tokens=5)
-    workload = build(asked, Asked(tokenizer, False, 0), Environment("", tmp_path, False), silent)
-    assert lengths(workload) == [500]
+@pytest.mark.parametrize("chat", [False, True])
+def test_texts_shorter_than_a_prompt_run_on_into_others_and_none_is_repeated(tmp_path, tokenizer, chat):
+    for letter in "abc":
+        (tmp_path / f"{letter}.txt").write_text(letter * 100)
+
+    def ask(tokens, known):
+        asked = WorkloadOptions("pg19", tmp_path, num_prompts=3, prompt_tokens=tokens, output_tokens=5)
+        return build(asked, Asked(known, chat, 0), Environment("", tmp_path, False), silent)
+
+    for item in ask(300, tokenizer).items:
+        text = item.prompt[0]["content"] if chat else tokenizer.decode(item.prompt)
+        assert all(text.count(letter) <= 100 for letter in "abc") and len(text) >= 299
+    with pytest.raises(UsageError, match=r"the texts in `.*` hold 30\d tokens, 512 are needed") as error:
+        ask(512, tokenizer)
+    assert "lower --prompt-tokens" in error.value.hint
+    with pytest.raises(UsageError, match=r"hold about 7\d tokens, 100 are needed"):
+        ask(100, None)
+
+
+def test_a_stand_in_that_is_too_short_for_the_prompt_is_not_repeated_either(make, monkeypatch):
+    monkeypatch.setattr(longtext, "python_documentation", lambda: ("a few words",))
+    with pytest.raises(UsageError, match=r"Python .* documentation, standing in .* holds 1\d tokens, 300 are needed"):
+        make("pg19", num_prompts=1, prompt_tokens=300)
 
 
 def test_jsonl_takes_texts_ids_and_conversations(make, tokenizer):
@@ -257,6 +275,9 @@ def test_files_that_cannot_be_read_are_named(dataset, tmp_path, tokenizer):
         WorkloadOptions("jsonl", Path("x"), prompt_tokens=5),
         WorkloadOptions(range_ratio=1.0),
         WorkloadOptions(num_prompts=0),
+        WorkloadOptions(num_prompts=99_999_999_999),
+        WorkloadOptions(prompt_tokens=1_000_001),
+        WorkloadOptions(output_tokens=1_000_001),
         WorkloadOptions(output_tokens=0),
     ],
 )

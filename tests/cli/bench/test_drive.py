@@ -132,3 +132,19 @@ def test_goodput_counts_answers_that_keep_every_limit(bombard):
     assert summarize([seen], 0, {"itl": 40.0}).goodput == 0
     assert summarize([seen], 0, {"e2e": 10_000.0}).goodput == close(kept.qps)
     assert summarize([seen], 0).goodput is None
+
+
+def test_requests_that_wait_while_nothing_comes_are_told_with_how_long(bombard):
+    told = []
+
+    def note(requests, seconds):
+        told.append((requests, round(seconds)))
+
+    stalls = Answer(pieces=2, gap_s=1000)
+    round_, _ = bombard(lambda _: stalls, 3, timeout_s=75, on_quiet=note)
+    assert [seen.outcome for seen in round_.observations] == [TIMED_OUT] * 3
+    assert [requests for requests, _ in told] == [3, 3, 3]
+    assert [seconds // 10 for _, seconds in told] == [1, 2, 4]
+    told.clear()
+    bombard(lambda _: Answer(pieces=20, gap_s=5), 3, on_quiet=note)
+    assert told == []

@@ -164,17 +164,20 @@ def test_report_that_the_disk_cannot_hold_leaves_nothing_behind(console, serve, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_prints_what_was_measured_and_says_that_it_is_partial(console, serve):
+@pytest.mark.parametrize(
+    ("signal_number", "code"), [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.TERMINATED)]
+)
+def test_ctrl_c_and_sigterm_print_what_was_measured_and_that_it_is_partial(console, serve, signal_number, code):
     server = serve()
 
     def script(number):
         if number == 5:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal_number)
         return Answer()
 
     server.script = script
     assert threading.current_thread() is threading.main_thread()
-    assert app.run([*URL, "--max-concurrency", "1"], console) == ExitCode.INTERRUPTED
+    assert app.run([*URL, "--max-concurrency", "1"], console) == code
     assert "PARTIAL: interrupted" in console.stdout.getvalue()
     assert "4 answered" in console.stdout.getvalue() and "2 unfinished" in console.stdout.getvalue()
     assert "interrupted: these are the requests that were answered" in console.stderr.getvalue()
@@ -192,6 +195,9 @@ def test_ctrl_c_prints_what_was_measured_and_says_that_it_is_partial(console, se
         (["--request-rate", "0"], "--request-rate is 0.0"),
         (["--request-rate", "fast"], "`fast` is not a number"),
         (["--rounds", "0"], "--rounds is 0"),
+        (["--rounds", "9999999"], "--rounds is 9999999, it must be from 1 to 1000000"),
+        (["--num-warmups", "9999999"], "--num-warmups is 9999999, it must be from 0 to 1000000"),
+        (["--num-prompts", "99999999999"], "--num-prompts is 99999999999, it must be from 1 to 1000000"),
         (["--request-timeout", "0"], "--request-timeout is 0"),
         (["--salt", "x", "--no-salt"], "--salt needs a text and excludes --no-salt"),
         (["--goodput", "ttft"], "--goodput has `ttft`"),

@@ -161,6 +161,7 @@ def test_option_that_no_figure_depends_on_is_refused(console, checkpoint, option
         ["--block-size", "64"],
         ["--num-gpu-blocks-override", "200"],
         ["--kv-cache-memory-bytes", "8M"],
+        ["--gpu-memory-utilization", "0.6"],
         ["--model-impl", "transformers"],
     ],
     ids=lambda option: option[0],

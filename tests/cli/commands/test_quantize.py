@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from llmctl.cli import app
 from llmctl.cli.console import Console
 from llmctl.cli.exits import ExitCode
+from llmctl.cli.quantize import preflight, samples
+from llmctl.cli.quantize import run as steps
+from llmctl.engine.budget import format_bytes
 from llmctl.engine.llm import LLM
 from llmctl.engine.load.checkpoint import open_checkpoint
 from llmctl.engine.load.hub import Source
 from llmctl.engine.request import SamplingParams
 from tests.engine.quantized import write_quantized
-from tests.engine.tiny import write_checkpoint
+from tests.engine.tiny import SHAPE, write_checkpoint, write_tokenizer
 
 WORDS = "the sea a ship sails under heavy weather and nobody aboard knows where it ends".split()  # noqa: SIM905
 
@@ -42,11 +52,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(samples, "python_documentation", lambda: (" ".join(WORDS * 20),))  # 500 KB in truth
     return tmp_path
 
 
 def run(console: Console, *line: object) -> int:
-    return app.run(["quantize", *map(str, line)], console)
+    return app.run(["quantize", "--threads", "1", *map(str, line)], console)
 
 
 def calibrated(model: Path, text: Path) -> list[object]:
@@ -155,19 +166,33 @@ def test_limits_that_are_exceeded_end_with_1_and_keep_the_folder(console: Consol
         (["--quantization", "fp8"], "--quantization is `fp8`"),
         (["--bits", "3"], "awq with 3 bits"),
         (["--group-size", "16"], "group size 16"),
+        (["--group-size", "96"], "use 128, 64, 32, or -1"),
+        (["--group-size", "1000000000"], "group size 1000000000"),
+        (["--threads", "9999"], "--threads is 9999, it must be from 1 to 1024"),
+        (["--threads", "9999", "--dry-run"], "--threads is 9999"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--calib-samples", "99999999999"], "--calib-samples is 99999999999, it must be from 1 to 1000000"),
+        (["--eval-tokens", "99999999999"], "--eval-tokens is 99999999999"),
+        (["--eval-tokens", "999999"], "tokens to measure on, 999999 are needed"),
+        (["--output", ""], "--output is empty"),
         (["--strict-group-size"], "group size 128 does not divide 64 inputs"),
         (["--ignore", "nowhere"], "no module matches `--ignore nowhere`"),
         (["--ignore", "proj"], "--ignore leaves nothing to quantize"),
-        (["--rtn", "--calib-samples", "3"], "rtn reads no calibration text"),
+        (["--rtn", "--calib-samples", "3"], "rtn reads no calibration text\n\nhint: use --awq, or leave it out"),
         (["--calib-samples", "0"], "--calib-samples is 0"),
         (["--calib-dataset", "nowhere.txt"], "there is no file `nowhere.txt`"),
+        (["--calib-dataset", "nosuch"], "there is no file `nosuch`"),
+        (["--calib-dataset", "nosuch", "--dry-run"], "there is no file `nosuch`"),
+        (["--eval-text", "nosuch"], "there is no file `nosuch`"),
         (["--eval-text", "nowhere/at/all"], "there is no file `nowhere/at/all`"),
         (["--output", "."], "--output is `.`"),
     ],
 )
-def test_what_cannot_work_is_a_usage_error(
-    console: Console, model: Path, here: Path, line: list[str], message: str
+def test_what_cannot_work_is_a_usage_error_before_any_work(
+    console: Console, model: Path, here: Path, monkeypatch: pytest.MonkeyPatch, line: list[str], message: str
 ) -> None:
+    monkeypatch.setattr(steps, "write_text", None)
+    monkeypatch.setattr(steps, "write_quantized", None)
     assert run(console, model, *line) == ExitCode.USAGE
     assert message in console.stderr.getvalue()
     assert list(here.iterdir()) == []
@@ -219,21 +244,177 @@ def test_outputs_are_not_overwritten_by_accident(console: Console, model: Path, 
     assert "holds no llmctl_quality.json" in console.stderr.getvalue()
     assert run(console, model, "--rtn", "-o", model, "--overwrite") == ExitCode.USAGE
     assert "would replace the model itself" in console.stderr.getvalue()
+    assert run(console, model, "--rtn", "-o", model / "sub" / "out") == ExitCode.USAGE
+    assert "is inside the model's own folder" in console.stderr.getvalue() and not (model / "sub").exists()
     assert [path.name for path in taken.iterdir()] == ["thesis.txt"]
 
 
-def test_an_interrupted_run_leaves_nothing(
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.TERMINATED)]
+)
+def test_ctrl_c_and_sigterm_leave_nothing(
+    console: Console, model: Path, text: Path, here: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    def interrupted(*_: object) -> None:
+        assert [path.name for path in here.iterdir()] == [".tiny-rtn-g32.partial"]
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(steps, "measure_quality", interrupted)
+    assert run(console, model, "--rtn", "--eval-text", text, "--eval-tokens", 64) == code
+    assert list(here.iterdir()) == []
+    assert "Traceback" not in console.stderr.getvalue()
+
+
+def test_a_killed_run_leaves_no_output_and_the_next_one_succeeds(
+    console: Console, model: Path, text: Path, here: Path
+) -> None:
+    script = (
+        "import os, signal, sys\n"
+        "from llmctl.cli.app import main\n"
+        "from llmctl.cli.quantize import run\n"
+        "run.measure_quality = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "main()\n"
+    )
+    line = ["quantize", "--threads", 1, model, "--rtn", "--eval-text", text, "--eval-tokens", 64]
+    done = subprocess.run([sys.executable, "-c", script, *map(str, line)], check=False, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert [path.name for path in here.iterdir()] == [".tiny-rtn-g32.partial"], "hidden, and nothing where it should be"
+    assert run(console, *line[3:]) == ExitCode.OK
+    assert [path.name for path in here.iterdir()] == ["tiny-rtn-g32"]
+
+
+@pytest.mark.parametrize("step", ["write_quantized", "write_card"])
+def test_a_disk_that_fills_up_is_a_clear_error_and_leaves_nothing(
+    console: Console, model: Path, text: Path, here: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    monkeypatch.setattr(steps, step, with_small_files(getattr(steps, step)))
+    line = [model, "--rtn", "-o", "out", "--eval-text", text, "--eval-tokens", 64]
+    assert run(console, *line) == ExitCode.CAPACITY
+    assert re.search(r"cannot write to `.*: File too large", console.stderr.getvalue())
+    assert list(here.iterdir()) == []
+
+
+def with_small_files(step: Callable[..., object]) -> Callable[..., object]:
+    """The step with no file allowed to grow beyond 100 bytes, which fails as a full disk does: in the middle."""
+
+    def limited(*arguments: object, **options: object) -> object:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        try:
+            return step(*arguments, **options)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limited
+
+
+def test_a_disk_without_room_is_noticed_before_anything_is_computed(
     console: Console, model: Path, text: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from llmctl.cli.quantize import run as work
-
-    def interrupted(*_: object) -> None:
-        assert [path.name for path in here.iterdir()] == [".tiny-awq-g32.partial"]
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(work, "measure_quality", interrupted)
-    assert run(console, *calibrated(model, text)) == ExitCode.INTERRUPTED
+    monkeypatch.setattr(preflight, "free_bytes", lambda _: 1000)
+    monkeypatch.setattr(steps, "open_packed", None)
+    assert run(console, *calibrated(model, text)) == ExitCode.CAPACITY
+    assert "on its disk, 1000 B are free" in console.stderr.getvalue()
     assert list(here.iterdir()) == []
+
+
+def test_the_table_shows_what_the_card_says(console: Console, model: Path, text: Path) -> None:
+    assert run(console, model, "--rtn", "-o", "out", "--eval-text", text, "--eval-tokens", 64) == ExitCode.OK
+    card = json.loads(Path("out/llmctl_quality.json").read_text())
+    sizes, bits, ppl, speed = (card[key] for key in ("bytes", "bits_per_weight", "perplexity", "decode_tokens_per_s"))
+    expected = {
+        "size": [format_bytes(sizes["before"]), format_bytes(sizes["after"])],
+        "bits per weight": [f"{bits['before']:.2f}", f"{bits['after']:.2f}", f"{bits['quantized_linears']:.2f}"],
+        "perplexity": [f"{ppl['before']:.3f}", f"{ppl['after']:.3f}", f"{ppl['after'] / ppl['before'] - 1:+.2%}"],
+        "KL, mean": [f"{card['kl']['mean']:.4f}"],
+        "KL, 99th percentile": [f"{card['kl']['p99']:.4f}"],
+        "same likeliest token": [f"{card['top1_agreement']:.1%}"],
+        "decode, tokens/s": [f"{speed['before']:.1f}", f"{speed['after']:.1f}"],
+    }
+    lines = console.stdout.getvalue().splitlines()
+    for name, figures in expected.items():
+        (row,) = (line for line in lines if line.strip().startswith(name))
+        assert all(figure in row for figure in figures), (row, figures)
+
+
+def test_progress_is_a_bar_on_a_terminal_and_plain_lines_in_a_pipe(
+    make_console: Callable[..., Console], model: Path, text: Path
+) -> None:
+    terminal, pipe = make_console(tty=("stdout", "stderr")), make_console()
+    line = [model, "--rtn", "--overwrite", "-o", "out", "--eval-text", text, "--eval-tokens", 64]
+    assert run(terminal, *line) == run(pipe, *line) == ExitCode.OK
+    shown = terminal.stderr.getvalue()
+    assert "\x1b[" in shown and re.search(r"quantizing 2 layers.*%.*\d:\d\d", shown)
+    said = pipe.stderr.getvalue()
+    assert not set("\r\x1b━") & set(said) and "quantizing" not in pipe.stdout.getvalue()
+    assert said.splitlines().count("quantizing 2 layers") == 1
+
+
+def test_awq_loses_less_than_rounding_on_text_it_was_not_calibrated_on(
+    make_console: Callable[..., Console], model_with_large_inputs: Path, here: Path
+) -> None:
+    calibration, other = write_text(here / "sea.txt", 3000), write_text(here / "other.txt", 600, seed=2)
+    cards = {}
+    for method in ("rtn", "awq"):
+        line = ["-m", model_with_large_inputs, "-q", method, "-o", method, "--eval-text", other, "--eval-tokens", 512]
+        if method == "awq":
+            line += ["--calib-dataset", calibration, "--calib-samples", 8, "--calib-seqlen", 128]
+        assert run(make_console(), *line) == ExitCode.OK
+        cards[method] = json.loads(Path(method, "llmctl_quality.json").read_text())
+    awq, rtn = cards["awq"], cards["rtn"]
+    assert awq["kl"]["mean"] < 0.6 * rtn["kl"]["mean"] and awq["kl"]["p99"] < rtn["kl"]["p99"]
+    assert awq["top1_agreement"] >= rtn["top1_agreement"]
+
+
+@pytest.fixture
+def model_with_large_inputs(tmp_path: Path) -> Path:
+    """A model some of whose channels are much larger than others, as they are in trained ones."""
+    folder = write_checkpoint(tmp_path / "large", "llama")
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("layernorm.weight"):
+            tensor[1::16] *= 20
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(("width", "stored"), [(576, 64), (256, 128)])
+def test_the_largest_group_that_divides_every_layer_is_stored(
+    console: Console, tmp_path: Path, width: int, stored: int
+) -> None:
+    shape = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": width // 64}
+    config = {**SHAPE, **shape, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**config)).half().save_pretrained(tmp_path / "m")
+    write_tokenizer(tmp_path / "m")
+    line = [tmp_path / "m", "-q", "rtn", "--group-size", 128, "-o", "out", "--eval-tokens", 32]
+    assert run(console, *line) == ExitCode.OK
+    config = json.loads(Path("out/config.json").read_text())["quantization_config"]
+    assert config["group_size"] == stored
+    assert load_file("out/model.safetensors")["model.layers.0.mlp.up_proj.scales"].shape == (width // stored, 2 * width)
+    said = f"groups of {stored}" + (" (asked 128, which does not divide every layer)" if stored != 128 else "")
+    assert console.stderr.getvalue().splitlines()[0] == f"m: rtn, 4 bits, {said}"
+    card = json.loads(Path("out/llmctl_quality.json").read_text())["scheme"]
+    assert (card["group_size_asked"], card["group_size"]) == (128, stored)
+
+
+def test_names_on_a_hub_that_cannot_be_reached(
+    console: Console, model: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", refuse)
+    line = [model, "-o", "out", "--calib-samples", 2, "--calib-seqlen", 16, "--eval-tokens", 32, "--json"]
+    assert run(console, *line, "--calib-dataset", "org/text") == ExitCode.OK
+    card = json.loads(console.stdout.getvalue())
+    why = "`org/text` cannot be reached: no route to host"
+    assert card["calibration"]["text"] == f"text sampled from the model itself ({why})"
+    assert f"calibrating on text that the model writes itself: {why}" in console.stderr.getvalue()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert run(console, "org/no-such-model", "--rtn") == ExitCode.CHECKPOINT
+    assert "org/no-such-model" in console.stderr.getvalue()
 
 
 @pytest.mark.parametrize("json_too", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from llmctl.cli.quantize import samples as module
 from llmctl.cli.quantize.asked import Asked
 from llmctl.cli.quantize.samples import Samples, choose_samples
 from llmctl.cli.quantize.text import Unreachable
-from llmctl.kernels.errors import CapacityError, UsageError
+from llmctl.kernels.errors import UsageError
 from llmctl.quant.scheme import Scheme
 
 CONTEXT = 1000
@@ -111,8 +112,17 @@ def test_without_text_the_model_writes_and_the_reason_is_told(
     assert "`org/name` cannot be reached: no route to host" in found.calibration_text
     assert "model writes itself: `org/name` cannot be reached" in caplog.text
 
+    with pytest.raises(UsageError, match="--eval-text `org/name` cannot be reached: no route to host"):
+        chosen(eval_text="org/name")
 
-def test_rounding_takes_no_samples_and_long_ones_do_not_fit() -> None:
+
+def test_text_that_will_not_do_is_refused_before_the_model_writes_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "written", None)
+    with pytest.raises(UsageError, match="has 1000 tokens to measure on, 1001 are needed"):
+        chosen(eval_tokens=1001)
+    with pytest.raises(UsageError, match="there is no file `nosuch`"):
+        chosen(eval_text="nosuch")
+
+
+def test_rounding_takes_no_samples() -> None:
     assert chosen(scheme=Scheme("rtn")).calibration is None
-    with pytest.raises(CapacityError, match="context is 1000 tokens"):
-        chosen(calib_seqlen=1001)

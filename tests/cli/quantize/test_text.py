@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import huggingface_hub
@@ -56,12 +57,16 @@ def test_a_conversation_without_a_template_is_its_turns(tmp_path: Path) -> None:
     assert list(open_documents(str(path), refuse).texts) == ["hi\nhello\n"]
 
 
-def test_parquet_files_are_read(tmp_path: Path) -> None:
+def test_parquet_files_are_read_and_broken_ones_are_one_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     datasets.Dataset.from_dict({"text": ["one", "two"]}).to_parquet(tmp_path / "a.parquet")
     assert texts(tmp_path / "a.parquet") == ["one\n", "two\n"]
     (tmp_path / "b.parquet").write_text("no parquet")
+    capfd.readouterr()
     with pytest.raises(UsageError, match="as parquet"):
         texts(tmp_path / "b.parquet")
+    assert capfd.readouterr() == ("", "") and not caplog.records
 
 
 def test_a_folder_is_its_files_in_order(tmp_path: Path) -> None:
@@ -77,7 +82,14 @@ def test_a_folder_is_its_files_in_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [('{"id": 3}', "have no text, only id"), ("[1]", "have no text, only list"), ("{", "as JSON"), ("\ud800", "JSON")],
+    [
+        ('{"text": "a"}\n{"text": 5}', r"`text` in row 2 of `a.jsonl` is a number \(5\), not text"),
+        ('{"text": ["a"]}', "is a list"),
+        ('{"id": 3}', "have no text, only id"),
+        ("[1]", "have no text, only list"),
+        ("{", "as JSON"),
+        ("\ud800", "JSON"),
+    ],
 )
 def test_rows_without_text_and_broken_lines_are_errors(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "a.jsonl"
@@ -114,5 +126,50 @@ def test_a_hub_that_does_not_answer_is_told_from_a_dataset_that_is_not_there(mon
     with pytest.raises(Unreachable, match="^no route to host$"):
         open_documents("org/name", render)
     error[0] = huggingface_hub.errors.RepositoryNotFoundError.__new__(huggingface_hub.errors.RepositoryNotFoundError)
-    with pytest.raises(UsageError, match="no file and no dataset `org/name`"):
+    with pytest.raises(UsageError, match="the hub has no dataset `org/name`"):
         open_documents("org/name", render)
+    error[0] = huggingface_hub.errors.HFValidationError("no such name")
+    with pytest.raises(UsageError, match="the hub has no dataset `org/a--b`"):
+        open_documents("org/a--b", render)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "message"),
+    [(404, UsageError, "the hub has no dataset `org/name`"), (503, Unreachable, "^busy$")],
+)
+def test_a_hub_that_says_no_is_told_from_one_that_is_out_of_order(
+    monkeypatch: pytest.MonkeyPatch, status: int, kind: type[Exception], message: str
+) -> None:
+    class Answered(huggingface_hub.errors.HfHubHTTPError):
+        def __init__(self) -> None:  # a response of the HTTP library differs between versions of huggingface_hub
+            Exception.__init__(self, "busy")
+
+        def __str__(self) -> str:
+            return "busy"
+
+    error = Answered()
+    error.response = SimpleNamespace(status_code=status)
+
+    def info(self: object, repo: str, timeout: float) -> None:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", info)
+    with pytest.raises(kind, match=message):
+        open_documents("org/name", render)
+
+
+@pytest.mark.parametrize("name", ["nosuch", "nosuch.txt", "a/b/c", "a b/c"])
+def test_what_no_dataset_can_be_called_is_a_file_that_is_not_there(name: str) -> None:
+    with pytest.raises(UsageError, match="there is no file"):
+        module.check_name(name)
+
+
+def test_a_hub_that_breaks_off_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Iterator[dict[str, str]]:
+        yield {"text": "a"}
+        raise OSError("connection reset")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda self, repo, timeout: None)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: broken())
+    with pytest.raises(UsageError, match="to its end: connection reset"):
+        texts("org/name")

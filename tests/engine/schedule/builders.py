@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from llmctl.engine.request import Request, SamplingParams
-from llmctl.engine.schedule.blocks import BlockState
+from llmctl.engine.schedule.blocks import BlockPool, BlockState
 from llmctl.engine.schedule.limits import SchedulerConfig
 from llmctl.engine.schedule.scheduler import Scheduler
 
@@ -65,11 +65,11 @@ def check_invariants(scheduler: Scheduler) -> None:
         held = Counter(column[group] for seq in running for column in seq.blocks)
         published = [node.blocks[group] for node in tree]
         assert len(set(published)) == len(published)
-        assert sorted(pool._free) == sorted(set(pool._free))
+        free = check_runs(pool)
         for block in range(pool.num_blocks):
             assert pool.refs(block) == held[block]
             assert pool.published(block) == (block in published)
-            assert (block in pool._free) == (pool.state(block) is BlockState.FREE)
+            assert (block in free) == (pool.state(block) is BlockState.FREE)
         assert pool.num_free + pool.num_cached + pool.num_active == pool.num_blocks
         assert pool.num_cached == sum(pool.state(block) is BlockState.CACHED for block in range(pool.num_blocks))
     check_tree(tree, limits.block_size)
@@ -88,9 +88,24 @@ def check_invariants(scheduler: Scheduler) -> None:
     assert len(scheduler._queue) == len(scheduler._waiting)
 
 
+def check_runs(pool: BlockPool) -> set[int]:
+    """The free blocks, after a look at the runs that they stand in."""
+    runs = dict(pool._free)
+    free = {block for first, order in runs.items() for block in range(first, first + (1 << order))}
+    assert len(free) == sum(1 << order for order in runs.values()) == pool.num_free
+    for first, order in runs.items():
+        assert first % (1 << order) == 0 and first + (1 << order) <= pool.num_blocks
+        assert runs.get(first ^ (1 << order)) != order, "two runs that should be one"
+    idle = [block for block in range(pool.num_blocks) if not pool.refs(block)]
+    runs_of_16 = Counter(block // 16 for block in idle)
+    whole = [count for run, count in runs_of_16.items() if count == min(16, pool.num_blocks - 16 * run)]
+    assert pool.num_in_runs == sum(whole)
+    return free
+
+
 def check_tree(tree, block_size: int) -> None:
     reached = []
-    entries = {(id(node), kth, last) for kth, last, _, node in tree._heap}
+    entries = {(id(node), oldest, last) for heap in tree._heaps for oldest, last, _, node in heap}
     below = list(tree._roots.values())
     for node in below:
         below.extend(node.children)
@@ -104,6 +119,6 @@ def check_tree(tree, block_size: int) -> None:
             assert tree.node_of(node.blocks[0]) is node
             assert 0 < len(node.history) <= tree._k and list(node.history) == sorted(node.history, reverse=True)
             if tree._evictable(node):
-                assert (id(node), *tree._rank(node)) in entries, "a victim that eviction would not find"
+                assert (id(node), node.history[-1], node.history[0]) in entries, "a victim that eviction would not find"
     assert len(reached) == len(tree)
     assert len(tree._ghosts) <= tree._max_ghosts

@@ -1,0 +1,105 @@
+"""From an EngineConfig to an engine: find the model, map it, plan, build. A worker needs no text and no client."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from .audit import AuditedEngine
+from .config import EngineConfig, environment
+from .engine import Core, Engine, StepRunner
+from .load.hub import resolve as resolve_source
+from .load.model import Model, open_model
+from .load.progress import Progress
+from .messages import EngineInfo
+from .plan import Plan, resolve
+from .runner.probe import try_bits
+from .runner.runner import RecordingRunner, Runner
+from .schedule.limits import SchedulerConfig
+from .schedule.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+
+def find_model(config: EngineConfig, progress: Progress | None = None) -> Model:
+    """The config's model, open. Raises LlmctlError if it cannot be found or read."""
+    settings = environment()
+    source = resolve_source(config.model, environment=settings, progress=progress)
+    return open_model(
+        source, implementation=config.model_impl, dtype=config.dtype, cache=settings.cache, progress=progress
+    )
+
+
+def build_engine(
+    config: EngineConfig,
+    *,
+    epoch: int,
+    progress: Progress | None = None,
+    record: Callable[[bytes], None] | None = None,
+) -> tuple[Core, EngineInfo]:
+    """An engine on this thread, for a loop or a test to drive. `record` gets every encoded Step before it runs."""
+    return assemble(config, find_model(config, progress), epoch=epoch, record=record)
+
+
+def assemble(
+    config: EngineConfig, model: Model, *, epoch: int, record: Callable[[bytes], None] | None = None
+) -> tuple[Core, EngineInfo]:
+    """An engine for a model that is already open; `record` as in `build_engine`."""
+    plan, budget = resolve(config, model)
+    log.info("plan: %s", plan)
+    log.info("memory: %s", budget)
+    runner = Runner(model, plan)
+    same_bits = plan.model_impl == "llmctl" or _tried(runner, model, plan)
+    driven: StepRunner = runner if record is None else RecordingRunner(runner, record)
+    engine: Core = Engine(Scheduler(scheduler_config(plan, epoch)), driven, plan.async_depth)
+    if config.cache_audit:
+        engine = AuditedEngine(engine, config.cache_audit)
+    return engine, _info(model, plan, epoch, same_bits)
+
+
+def scheduler_config(plan: Plan, epoch: int) -> SchedulerConfig:
+    """The part of the plan that the scheduler works with."""
+    return SchedulerConfig(
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        block_size=plan.block_size,
+        num_blocks=(plan.num_blocks,),
+        max_model_len=plan.max_model_len,
+        enable_prefix_caching=plan.enable_prefix_caching,
+        eviction_k=plan.eviction_k,
+        policy=plan.scheduling_policy,
+        depth=plan.async_depth,
+        speculation=plan.speculation,
+        max_logit_rows=plan.max_logit_rows,
+        epoch=epoch,
+    )
+
+
+def _tried(runner: Runner, model: Model, plan: Plan) -> bool:
+    """Whether a trial at load gave the same bits in every way; the log tells."""
+    trial = try_bits(runner, plan, model.spec.vocab_size)
+    if trial.same:
+        log.info("%s: transformers' modules gave the same bits in %d ways", model.name, trial.ways)
+    else:
+        log.warning("%s: outside the promise of the same bits: %s", model.name, trial.finding)
+    return trial.same
+
+
+def _info(model: Model, plan: Plan, epoch: int, same_bits: bool) -> EngineInfo:
+    return EngineInfo(
+        model=plan.model,
+        folder=str(model.folder),
+        max_model_len=plan.max_model_len,
+        max_num_seqs=plan.max_num_seqs,
+        vocab_size=model.spec.vocab_size,
+        weight_format=" + ".join(plan.weight_formats),
+        kv_format=plan.kv_format,
+        threads=plan.threads,
+        isa=plan.isa,
+        fingerprint=plan.fingerprint,
+        num_blocks=plan.num_blocks,
+        block_size=plan.block_size,
+        epoch=epoch,
+        model_impl=plan.model_impl,
+        same_bits=same_bits,
+    )
