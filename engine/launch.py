@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+from ..kernels.errors import UnsupportedModel
 from .assemble import assemble, find_model
 from .attach import attach
 from .config import EngineConfig
 from .frontend import Frontend
+from .load.packed import PackedModel
 from .load.progress import Progress
 from .local_client import LocalClient
 from .process import EngineProcess, new_epoch
+from .score import Scorer
 from .tokenizer import Tokenizer
 
 
@@ -27,3 +30,14 @@ def launch(config: EngineConfig, *, process: bool = False, progress: Progress | 
         parsed = beside.submit(Tokenizer, model.folder)
         engine, info = assemble(config, model, epoch=new_epoch())
     return Frontend(LocalClient(engine, info), parsed.result(), config.seed)
+
+
+def open_scorer(config: EngineConfig, max_tokens: int) -> Scorer:
+    """The config's model, ready to say what it makes of texts of at most `max_tokens` tokens; its weights are mapped.
+
+    UnsupportedModel where the model is computed by transformers' modules.
+    """
+    model = find_model(config)
+    if not isinstance(model, PackedModel):
+        raise UnsupportedModel(f"`{model.name}` is computed by transformers' modules, which show no hidden states")
+    return Scorer(model, max_tokens, config)

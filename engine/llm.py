@@ -5,14 +5,17 @@ from __future__ import annotations
 import operator
 import queue
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from ..kernels.errors import UsageError
+from ..kernels.ops import F32Array
 from .beam_records import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from .config import EngineConfig, SpeculativeConfig
 from .frontend import Generation
-from .launch import launch
+from .launch import launch, open_scorer
+from .progress_bar import ProgressBar
 from .request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
 from .tokenizer import Tokenizer
 
@@ -20,6 +23,7 @@ Prompt = str | Sequence[int]
 PromptDict = Mapping[str, str | Sequence[int]]
 Message = dict[str, str]
 
+_DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's other names
 _PROMPTS = "a prompt is a text or a list of token ids; several are a list of those"
 _MESSAGES = (
     "a conversation is a list of messages such as {'role': 'user', 'content': 'hi'}; several are a list of those"
@@ -60,6 +64,9 @@ class RequestOutput:
 class LLM:
     """A model ready to generate, on an engine of its own.
 
+    Scripts for vLLM may go on to name `tokenizer` (the model's own), `tensor_parallel_size` (1) and `trust_remote_code`
+    (a model's own code is not run in any case); what they name and cannot have is an error.
+
     `process=True` runs the engine in a process of its own. Every other keyword is a field of EngineConfig;
     `speculative_config` is also taken as a dict of its fields. Use it as a context manager, or call `close`, to release
     the memory.
@@ -71,6 +78,7 @@ class LLM:
         self,
         model: str = "",
         *,
+        tokenizer: str | None = None,
         dtype: str = "auto",
         kv_cache_dtype: str = "auto",
         max_model_len: int = 0,
@@ -79,6 +87,7 @@ class LLM:
         block_size: int = 32,
         num_gpu_blocks_override: int = 0,
         kv_cache_memory_bytes: int = 0,
+        gpu_memory_utilization: float = 0.0,
         enable_prefix_caching: bool = True,
         cache_audit: float = 0.0,
         scheduling_policy: str = "hybrid",
@@ -89,10 +98,13 @@ class LLM:
         model_impl: str = "auto",
         speculative_config: SpeculativeConfig | dict[str, str | int] | None = None,
         process: bool = False,
+        tensor_parallel_size: int = 1,
+        trust_remote_code: bool = False,
     ) -> None:
+        _check_claims(model, tokenizer, tensor_parallel_size)
         self.config = EngineConfig(
             model=model,
-            dtype=dtype,
+            dtype=_DTYPE_NAMES.get(dtype, dtype),
             kv_cache_dtype=kv_cache_dtype,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -100,6 +112,7 @@ class LLM:
             block_size=block_size,
             num_gpu_blocks_override=num_gpu_blocks_override,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
+            gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
             cache_audit=cache_audit,
             scheduling_policy=scheduling_policy,
@@ -116,17 +129,20 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Complete the prompts (texts or token ids), all at once through the engine's batch; in their order.
 
         One SamplingParams serves all prompts, a sequence of them goes prompt by prompt. Raises UsageError or
-        CapacityError before anything runs if one of the requests cannot work. No prompts give no results.
+        CapacityError before anything runs if one of the requests cannot work. No prompts give no results. `use_tqdm`
+        shows on stderr how many are done.
         """
         texts = _prompts(prompts)
         params = _per_prompt(sampling_params, len(texts))
         requests = [self.frontend.request(text, one) for text, one in zip(texts, params, strict=True)]
         names = [text if isinstance(text, str) else None for text in texts]
-        return list(self._run(requests, names))
+        with ProgressBar(len(requests)) if use_tqdm else nullcontext() as bar:
+            return list(self._run(requests, names, bar))
 
     def chat(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: SamplingParams | None = None
@@ -156,6 +172,14 @@ class LLM:
         score = total / max(1, len(one.token_ids)) ** params.length_penalty
         return BeamSearchSequence(tokens, text, one.logprobs or (), total, score, one.finish_reason, one.error)
 
+    def hidden_states(self, token_ids: Sequence[int]) -> F32Array:
+        """[tokens, hidden size] float32: the model's last hidden state, after the final norm, at each of these tokens.
+
+        Of a result, give its `prompt_token_ids` and the `token_ids` of an output. The model's weights are mapped once
+        more for each call; for many texts make a Scorer with `engine.launch.open_scorer`, which has their logits too.
+        """
+        return open_scorer(self.config, len(token_ids)).hidden_states(token_ids)
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.frontend.tokenizer
@@ -170,7 +194,9 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, requests: list[Request], names: list[str | None]) -> Iterator[RequestOutput]:
+    def _run(
+        self, requests: list[Request], names: list[str | None], bar: ProgressBar | None
+    ) -> Iterator[RequestOutput]:
         client, outputs = self.frontend.client, queue.SimpleQueue[Output]()
         collectors: dict[str, _Collector] = {}
         try:
@@ -183,6 +209,8 @@ class LLM:
                 collector.push(output)
                 if collector.generation.finished:
                     open_ids.discard(output.request_id)
+                if bar is not None:
+                    bar.add(len(output.tokens), collector.generation.finished)
         finally:
             for collector in collectors.values():
                 collector.generation.close()
@@ -234,6 +262,16 @@ class _Collector:
             )
         of_prompt = None if request.sampling.prompt_logprobs is None else (None, *self._prompt)
         return RequestOutput(request.id, prompt, request.prompt, tuple(completions), self._cached, of_prompt)
+
+
+def _check_claims(model: str, tokenizer: str | None, ranks: int) -> None:
+    """UsageError for what a script for vLLM names and cannot have."""
+    if tokenizer and tokenizer != model:
+        raise UsageError(f"tokenizer is `{tokenizer}`, only the model's own can be named", "leave it out")
+    if ranks != 1:
+        raise UsageError(
+            f"tensor_parallel_size is {ranks}, a model runs in one engine on this machine", "leave it out, or give 1"
+        )
 
 
 def _speculation(given: SpeculativeConfig | dict[str, str | int] | None) -> SpeculativeConfig:

@@ -1,12 +1,12 @@
-"""Logits of given tokens: what a model makes of a text, by the same kernels and steps that generate.
+"""Logits and hidden states of given tokens: what a model makes of a text, by the same kernels and steps that generate.
 
 Every token is known beforehand, so a Step names them all and nothing is sampled. By the engine's promise the size of
-the steps does not show in the logits.
+the steps does not show in the logits, and those of a prompt and its answer are those that made the answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -41,6 +41,8 @@ class Scorer:
         )
         self.max_tokens = max_tokens
         self._vocab_size = model.spec.vocab_size
+        self._hidden_size, self._norm_eps = model.spec.hidden_size, model.spec.norm_eps
+        self._norm = model.vectors["model.norm.weight"]
         self._table = TableDelta(0, 0, tuple(range(blocks)))
         self._runner = Runner(model, resolve(sized, model)[0])
 
@@ -49,16 +51,37 @@ class Scorer:
 
         CapacityError for more than `max_tokens` of them, UsageError for none or for one outside the vocabulary.
         """
+        out = np.empty((self._checked(tokens), self._vocab_size), np.float32)
+        for start, logits in self._steps(tokens, with_logits=True):
+            out[start : start + len(logits)] = logits[:, : self._vocab_size]
+        return out
+
+    def hidden_states(self, tokens: Sequence[int]) -> F32Array:
+        """[len(tokens), hidden size]: the last hidden state at each position, after the final norm.
+
+        That is what the head reads, and transformers' `last_hidden_state`. The norm is computed here in float32: what
+        the kernels hand to a quantized head is rounded besides. Errors as for `logits`.
+        """
+        out = np.empty((self._checked(tokens), self._hidden_size), np.float32)
+        for start, _ in self._steps(tokens, with_logits=False):
+            rows = out[start : start + ROWS]
+            rows[:] = self._runner.decoder.hidden[: len(rows), : self._hidden_size]
+            rows *= self._norm[: self._hidden_size] / np.sqrt(np.mean(rows**2, axis=1, keepdims=True) + self._norm_eps)
+        return out
+
+    def _checked(self, tokens: Sequence[int]) -> int:
         count = len(tokens)
         if count > self.max_tokens:
             raise CapacityError(f"{count} tokens to score, there is room for {self.max_tokens}")
         if not count or not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
             raise UsageError(f"{count} tokens to score, all of which must be from 0 to {self._vocab_size - 1}")
-        out = np.empty((count, self._vocab_size), np.float32)
+        return count
+
+    def _steps(self, tokens: Sequence[int], *, with_logits: bool) -> Iterator[tuple[int, F32Array]]:
+        """Compute all positions, a step at a time: (the step's first position, the logits of its rows if wanted)."""
+        count = len(tokens)
         admit = Admit(0, np.asarray(tokens, "<i4").tobytes(), count, _UNSAMPLED)
         self._runner.forward(Step(0, drop=(0,), admit=(admit,), tables=(self._table,)))
         for start in range(0, count, ROWS):
             rows = min(ROWS, count - start)
-            found = self._runner.forward(Step(0, chunks=(Chunk(0, start, rows, 0),)))
-            out[start : start + rows] = found[:, : self._vocab_size]
-        return out
+            yield start, self._runner.forward(Step(0, chunks=(Chunk(0, start, rows, 0 if with_logits else rows),)))

@@ -210,3 +210,45 @@ def test_what_is_no_conversation_is_named(llm: LLM, messages: object, message: s
 def test_what_are_no_sampling_params_is_named(llm: LLM, params: object) -> None:
     with pytest.raises(UsageError, match="sampling params are a"):
         llm.generate(["hello"], params)  # type: ignore[arg-type]
+
+
+def test_a_script_for_vllm_runs_after_its_import_was_changed(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(write_checkpoint(tmp_path, "llama"))
+    prompts = ["one prompt", "another one", "and a third"]
+    engine = LLM(
+        model=folder,
+        tokenizer=folder,
+        dtype="half",
+        tensor_parallel_size=1,
+        max_num_seqs=2,
+        gpu_memory_utilization=0.2,
+        trust_remote_code=True,
+        max_model_len=128,
+    )
+    sampling = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=8, ignore_eos=True, logprobs=1, seed=1)
+    capsys.readouterr()  # what writing the checkpoint said
+    engine.generate(prompts[:1], sampling, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+    outputs = engine.generate(prompts, sampling, use_tqdm=True)
+    shown = capsys.readouterr()
+    assert shown.out == "" and "3/3 prompts" in shown.err
+    assert [output.prompt for output in outputs] == prompts
+    for output in outputs:
+        assert len(output.prompt_token_ids) == len(output.prompt or "")
+        one = output.outputs[0]
+        assert len(one.token_ids) == len(one.logprobs or ()) == 8 and one.text and one.finish_reason == "length"
+    assert sum(len(output.outputs[0].token_ids) for output in outputs) == 24
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, a model runs in one engine"),
+        ({"tokenizer": "other"}, "tokenizer is `other`"),
+        ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization is 1.5"),
+    ],
+)
+def test_what_a_script_for_vllm_cannot_have_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        LLM("anything", **changes)  # type: ignore[arg-type]

@@ -62,3 +62,26 @@ def test_what_does_not_fit_or_is_no_token_is_refused(model: PackedModel) -> None
     for wrong in ([], [VOCAB], [-1]):
         with pytest.raises(UsageError, match=f"from 0 to {VOCAB - 1}"):
             scorer.logits(wrong)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_hidden_states_are_those_of_transformers_at_prompt_and_answer(family: str, tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    folder = write_checkpoint(tmp_path, family)
+    oracle = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    with LLM(str(folder), dtype="float32", max_model_len=256) as llm:
+        result = llm.generate([TEXT[:140]], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))[0]
+        tokens = [*result.prompt_token_ids, *result.outputs[0].token_ids]
+        hidden = llm.hidden_states(tokens)
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([tokens])).last_hidden_state[0].numpy()
+    assert hidden.shape == expected.shape and hidden.dtype == np.float32
+    np.testing.assert_allclose(hidden, expected, atol=2e-4, rtol=0)
+
+
+def test_hidden_states_do_not_depend_on_what_comes_after(model: PackedModel) -> None:
+    scorer = Scorer(model, len(TEXT), EngineConfig())
+    np.testing.assert_array_equal(scorer.hidden_states(TEXT)[:30], scorer.hidden_states(TEXT[:30]))
