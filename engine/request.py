@@ -218,7 +218,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: tuple[float, ...] = ()
 
 
-class Output(msgspec.Struct, frozen=True, kw_only=True):
+class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """New tokens of one sequence. A client drops what it already has by (epoch, first).
 
     epoch    which start of the engine produced it

@@ -94,10 +94,7 @@ class Scheduler:
         flight = self._in_flight.popleft()
         assert flight.step == result.index, f"result of step {result.index}, expected that of {flight.step}"
         assert len(flight.rows) == len(result.chunks), (len(flight.rows), len(result.chunks))
-        outputs: list[Output] = []
-        for row, chunk in zip(flight.rows, result.chunks):
-            outputs.extend(self._settler.settle(row, chunk))
-        return tuple(outputs)
+        return self._settler.settle(flight.rows, result.chunks)
 
     def stats(self) -> SchedulerStats:
         """Counts as they are now."""

@@ -50,6 +50,8 @@ class Sequence:
     published  full blocks known to the prefix tree, the last of them as `cursor`
     probed     prompt positions that were scheduled with logits, for `prompt_logprobs`, which has those that came back
     charged    positions that were ever scheduled: recomputing is not the tenant's fault
+    is_beam    one of a beam search: which token follows depends on the other beams
+    plain      tokens are all that is wanted of it: no beam, no logprobs
     """
 
     __slots__ = (
@@ -63,11 +65,13 @@ class Sequence:
         "goal",
         "in_flight",
         "index",
+        "is_beam",
         "leader",
         "max_new",
         "order",
         "pending",
         "phase",
+        "plain",
         "probed",
         "prompt_len",
         "prompt_logprobs",
@@ -83,6 +87,8 @@ class Sequence:
         self.index = index
         self.order = order
         self.leader = self if leader is None else leader
+        self.is_beam = request.sampling.use_beam_search
+        self.plain = not self.is_beam and request.sampling.logprobs is None
         self.phase = Phase.WAITING
         self.tokens = list(request.prompt)
         self.prompt_len = len(request.prompt)
@@ -136,11 +142,6 @@ class Sequence:
     @property
     def _unprobed(self) -> bool:
         return self.wants_prompt and self.probed < self.prompt_len - 1
-
-    @property
-    def is_beam(self) -> bool:
-        """Whether the sequence is one of a beam search: which token follows depends on the other beams."""
-        return self.request.sampling.use_beam_search
 
     @property
     def unit(self) -> int:
