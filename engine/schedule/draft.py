@@ -35,12 +35,16 @@ class Draft:
     left        tokens of the step's budget that nobody has yet
     logits_left rows that may still have logits
     sampling    rows that sample after a known token
+    decodes     rows of one token, and `prompt_tokens` are those of all longer ones, drafts not counted
     """
 
     def __init__(self, budget: int, logit_rows: int) -> None:
         self.left = budget
         self.logits_left = logit_rows
         self.sampling = 0
+        self.decodes = 0
+        self.prompt_tokens = 0
+        self._withheld = 0
         self.rows: list[Row] = []
         self._admits: list[Admit] = []
         self._copies: list[Copy] = []
@@ -62,13 +66,27 @@ class Draft:
         self.left -= count
         self.logits_left -= samples + known
         self.sampling += samples
+        if count == 1:
+            self.decodes += 1
+        else:
+            self.prompt_tokens += count
 
     def decode(self, seq: Sequence, samples: bool) -> None:
         """Compute one more position of a sequence that has a block for it already."""
         self.rows.append(Row(seq, seq.scheduled, 1, samples))
         self.left -= 1
+        self.decodes += 1
         self.logits_left -= samples
         self.sampling += samples
+
+    def withhold(self, most: int) -> None:
+        """Let prompts have no more than `most` tokens of what is left, until `release`."""
+        self._withheld = max(self.left - most, 0)
+        self.left -= self._withheld
+
+    def release(self) -> None:
+        """What was withheld may be used."""
+        self.left += self._withheld
 
     def speculate(self, place: int, drafts: tuple[int, ...]) -> None:
         """Let the row at `place`, which samples, go on over proposed tokens."""

@@ -11,6 +11,7 @@ from .admission import rank, victims
 from .beams import Joining, places
 from .draft import Draft
 from .memory import KVMemory, Start
+from .pace import Pace
 from .roster import Roster
 from .sequence import Phase, Sequence
 from .speculate import Speculator
@@ -20,11 +21,14 @@ from .stats import Counts
 class Filler:
     """Puts rows into a Draft: decodes, then prompts under way, then new ones, drafts at last."""
 
-    def __init__(self, roster: Roster, memory: KVMemory, speculator: Speculator, counts: Counts) -> None:
+    def __init__(
+        self, roster: Roster, memory: KVMemory, speculator: Speculator, counts: Counts, pace: Pace | None
+    ) -> None:
         self._roster = roster
         self._memory = memory
         self._speculator = speculator
         self._counts = counts
+        self._pace = pace
 
     def fill(self, draft: Draft) -> None:
         """All that the step's budget and memory allow; rows are none if nothing can run now."""
@@ -34,15 +38,10 @@ class Filler:
         for joining in roster.beams.joining():
             self._join(draft, joining)
         under_way = sorted(self._decodes(draft), key=rank)
-        prompts = list(under_way)
-        if under_way and roster.queue.overtakes:
-            allowed = draft.left // 2
-            while (used := self._admit(draft, prompts, allowed, whole=True)) > 0:
-                allowed -= used
-        for seq in under_way:
-            self._extend(draft, seq)
-        while self._admit(draft, prompts, draft.left, whole=False) > 0:
-            pass
+        if self._pace is not None and len(under_way) < len(roster.running):
+            draft.withhold(self._pace.beside_decodes())
+        self._prompts(draft, under_way, budget // 2)
+        draft.release()
         self._speculator.extend(draft, roster.running.values())
         self._memory.drop_held()
         self._counts.scheduled_tokens += budget - draft.left
@@ -64,7 +63,7 @@ class Filler:
                 if (todo := seq.todo) > 1:
                     prompts.append(seq)
                 elif todo == 1 and not (may_wait and self._speculator.waits(seq, len(running))):
-                    self._extend(draft, seq)
+                    self._extend(draft, seq, draft.left)
                 continue
             known = len(seq.tokens) + seq.pending
             todo = (known if known < seq.goal else seq.goal) - start
@@ -73,7 +72,7 @@ class Filler:
             if todo != 1 or (may_wait and self._speculator.waits(seq, len(running))):
                 continue
             if start == len(seq.blocks) * size or not (draft.left and draft.logits_left):
-                self._extend(draft, seq)
+                self._extend(draft, seq, draft.left)
                 continue
             samples = start + 1 == known
             draft.decode(seq, samples)
@@ -91,6 +90,29 @@ class Filler:
         self._roster.queue.served(tenant, fresh)
         self._counts.recomputed_tokens += again
         return prompts
+
+    def _prompts(self, draft: Draft, under_way: list[Sequence], short: int) -> None:
+        """Give prompts what the decodes left; those `under_way` come in order of rank.
+
+        Where the policy lets short prompts pass a long one, half of it is for them, as long as all that pass have no
+        more than `short` tokens together: so they are done soon, and the long one is not alone in holding memory.
+        """
+        prompts, rest = list(under_way), under_way
+        if under_way and self._roster.queue.overtakes:
+            share, rest = draft.left // 2, under_way[:1]
+            for seq in under_way[1:]:
+                todo = seq.todo
+                used = self._extend(draft, seq, share) if todo <= short else 0
+                if used:
+                    share, short = share - used, short - todo
+                else:
+                    rest.append(seq)
+            while (used := self._admit(draft, prompts, share, short)) > 0:
+                share, short = share - used, short - used - max(prompts[-1].todo, 0)
+        for seq in rest:
+            self._extend(draft, seq, draft.left)
+        while self._admit(draft, prompts, draft.left) > 0:
+            pass
 
     def charge(self, seq: Sequence) -> int:
         """Count the positions that were scheduled for the first time as served to the tenant; how many there were."""
@@ -113,10 +135,10 @@ class Filler:
         draft.admit(seq, Start(()), None)
         seq.announced = 0
 
-    def _extend(self, draft: Draft, seq: Sequence) -> int:
-        """Schedule as much of a running sequence as tokens and blocks allow; how many tokens that is."""
+    def _extend(self, draft: Draft, seq: Sequence, most: int) -> int:
+        """Schedule up to `most` positions of a running sequence, as blocks allow; how many tokens that is."""
         start = seq.scheduled
-        end = start + min(seq.todo, draft.left)
+        end = start + min(seq.todo, most)
         if seq.known_in(start, end) > draft.logits_left:
             end = max(start, seq.probed) + draft.logits_left
         if _samples(seq, end) and seq.known_in(start, end) == draft.logits_left:
@@ -134,17 +156,17 @@ class Filler:
         seq.pending += samples
         return count
 
-    def _admit(self, draft: Draft, prompts: list[Sequence], allowed: int, whole: bool) -> int:
+    def _admit(self, draft: Draft, prompts: list[Sequence], allowed: int, longest: int | None = None) -> int:
         """Admit the head of the queue and schedule up to `allowed` of its tokens; 0 if it cannot enter now.
 
-        `whole`: only if all of its known tokens can be computed in this step. It joins `prompts`, all sequences that
-        run and are not just decoding.
+        `longest`: only if it has no more tokens to compute. It joins `prompts`, which are all sequences that run and do
+        not just decode.
         """
         roster = self._roster
         if allowed <= 0 or draft.logits_left == 0 or not roster.may_admit:
             return 0
         head = roster.waiting.head()
-        if head is None or (whole and head[1].prompt > allowed):
+        if head is None or (longest is not None and head[1].prompt > longest):
             return 0
         seq = head[0]
         if places(seq) > roster.room:
@@ -153,7 +175,7 @@ class Filler:
         if start is None:
             return 0
         skipped = self._memory.tokens_of(start)
-        if whole and len(seq.tokens) - skipped > allowed:
+        if longest is not None and len(seq.tokens) - skipped > longest:
             return 0
         roster.waiting.pop()
         if seq.phase is Phase.WAITING and seq is seq.leader:
@@ -162,7 +184,7 @@ class Filler:
             self._counts.query_tokens += seq.prompt_len
             self._counts.hit_tokens += skipped
         roster.enter(draft, seq, start)
-        used = self._extend(draft, seq)
+        used = self._extend(draft, seq, allowed)
         assert used > 0, f"sequence {seq.index} of `{seq.request.id}` was admitted without room for a token"
         prompts.append(seq)
         return used

@@ -21,6 +21,7 @@ from .draft import Draft, Row
 from .filling import Filler
 from .limits import SchedulerConfig
 from .memory import KVMemory
+from .pace import Pace
 from .policy import make_queue
 from .roster import Roster
 from .settling import Settler
@@ -49,7 +50,8 @@ class Scheduler:
         queue = make_queue(config.policy, config.limit, dict(config.tenant_weights))
         speculator = Speculator(config.speculation, self._memory)
         self._roster = Roster(config, self._memory, queue, self._counts)
-        self._filler = Filler(self._roster, self._memory, speculator, self._counts)
+        self._pace = None if config.pace is None else Pace(config.pace)
+        self._filler = Filler(self._roster, self._memory, speculator, self._counts, self._pace)
         self._settler = Settler(self._roster, self._filler, self._memory, speculator, self._counts, config.epoch)
         self._in_flight: deque[_InFlight] = deque()
 
@@ -86,14 +88,19 @@ class Scheduler:
             return None
         step = draft.freeze(self._counts.steps, self._roster.slots.take_drops())
         self._counts.steps += 1
-        self._in_flight.append(_InFlight(step.index, tuple(draft.rows)))
+        self._in_flight.append(_InFlight(step.index, tuple(draft.rows), draft.decodes, draft.prompt_tokens))
         return step
 
-    def update(self, result: StepResult) -> tuple[Output, ...]:
-        """What the oldest step in flight brought, one Output for each sequence that got a token or ended."""
+    def update(self, result: StepResult, seconds: float = 0.0) -> tuple[Output, ...]:
+        """What the oldest step in flight brought, one Output for each sequence that got a token or ended.
+
+        `seconds`: how long it took, if that is known.
+        """
         flight = self._in_flight.popleft()
         assert flight.step == result.index, f"result of step {result.index}, expected that of {flight.step}"
         assert len(flight.rows) == len(result.chunks), (len(flight.rows), len(result.chunks))
+        if self._pace is not None:
+            self._pace.learn(flight.decodes, flight.prompt_tokens, seconds)
         return self._settler.settle(flight.rows, result.chunks)
 
     def stats(self) -> SchedulerStats:
@@ -109,3 +116,5 @@ class Scheduler:
 class _InFlight(NamedTuple):
     step: int
     rows: tuple[Row, ...]
+    decodes: int
+    prompt_tokens: int
