@@ -254,7 +254,7 @@ def engine_config(
         typer.Option(
             "--tenant-weights",
             metavar="NAME=W,...",
-            help="Shares of tenants in the fair queue; 1 for who is not named. A tenant is what the request log calls so.",
+            help="Shares of tenants, as the request log names them, in the fair queue; 1 for others.",
         ),
     ] = "",
     itl_target_ms: Annotated[

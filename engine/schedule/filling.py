@@ -95,9 +95,14 @@ class Filler:
         """Give prompts what the decodes left; those `under_way` come in order of rank.
 
         Where the policy lets short prompts pass a long one, half of it is for them, as long as all that pass have no
-        more than `short` tokens together: so they are done soon, and the long one is not alone in holding memory.
+        more than `short` tokens together: so they are done soon, and few prompts hold memory half done.
         """
         prompts, rest = list(under_way), under_way
+        if under_way and self._roster.queue.ranks:
+            least = under_way[0].request.priority
+            while (head := self._roster.waiting.head()) is not None and head[1].priority < least:
+                if self._admit(draft, prompts, draft.left) == 0:
+                    break
         if under_way and self._roster.queue.overtakes:
             share, rest = draft.left // 2, under_way[:1]
             for seq in under_way[1:]:

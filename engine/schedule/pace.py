@@ -1,9 +1,9 @@
 """How many prompt tokens a step may compute beside decodes, so that those who are read to are not kept waiting.
 
-A step lasts as long as all of its rows, and every decode in it waits for the chunks of prompts beside it. So while
-anybody decodes, chunks are cut to a time: the target for the pause between two tokens or, where none is set, `SLOWDOWN`
-times what the decodes alone would take, though never to less than `USUAL` tokens. Beside few decodes these take longer,
-but less would keep many prompts waiting for the sake of a few pauses. Cutting prompts changes no bits.
+Every decode in a step waits for the chunks of prompts beside it. So while anybody decodes, chunks are cut to a time:
+the target for the pause between two tokens or, where none is set, `SLOWDOWN` times what the decodes alone would take,
+though never to less than `USUAL` tokens. Beside few decodes these take longer, but less would keep many prompts waiting
+for the sake of a few pauses. Cutting prompts changes no bits.
 
 What steps cost is learnt from the steps themselves: seconds = decodes + token * prompt tokens, both unknown and drifting
 with the number of decodes and the length of contexts. A Kalman filter with two states follows them, whose noise is a

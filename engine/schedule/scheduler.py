@@ -24,6 +24,7 @@ from .memory import KVMemory
 from .pace import Pace
 from .policy import make_queue
 from .roster import Roster
+from .sequence import Phase
 from .settling import Settler
 from .speculate import Speculator
 from .stats import Counts, SchedulerStats, SequenceState, state_of
@@ -60,9 +61,23 @@ class Scheduler:
         """Whether any sequence is unfinished or any result outstanding."""
         return bool(self._roster.live or self._in_flight)
 
-    def add(self, request: Request) -> None:
-        """Queue a request. CapacityError if it could not run even alone, UsageError for an id in use."""
-        self._roster.add(request)
+    def add(self, request: Request, max_wait: int | None = None) -> None:
+        """Queue a request. CapacityError if it could not run even alone, UsageError for an id in use.
+
+        `max_wait`: it should not be passed by what comes more than so many steps later.
+        """
+        self._roster.add(request, max_wait)
+
+    def expire(self, request_id: str, error: str) -> tuple[Output, ...]:
+        """End a request that has waited for too long, if it never ran; what it is told is `error`."""
+        samples = tuple(self._roster.requests.get(request_id, ()))
+        if not samples or samples[0].leader.phase is not Phase.WAITING:
+            return ()
+        if samples[0].is_beam:
+            return self._settler.end_search(samples[0], FinishReason.OVERDUE, error)
+        for seq in samples:
+            self._roster.waiting.forget(seq)
+        return tuple(self._settler.end(seq, (), (), FinishReason.OVERDUE, error) for seq in samples)
 
     def abort(self, request_id: str, index: int | None = None) -> tuple[Output, ...]:
         """End every unfinished sequence of the request, or only that with this index; an unknown one is no error.

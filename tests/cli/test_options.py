@@ -80,7 +80,8 @@ def test_every_engine_option_reaches_the_config():
         "m --dtype bf16 --kv-cache-dtype half --max-model-len 2k --max-num-seqs 3 --max-num-batched-tokens 1K "
         "--block-size 64 --num-gpu-blocks-override 7 --kv-cache-memory-bytes 1G --no-enable-prefix-caching "
         "--cache-eviction lru --cache-eviction-k 3 "
-        "--scheduling-policy fair --tenant-weights a=3,b=0.5 --itl-target-ms 80 --threads 2 --seed 9 --async-depth 2 --kernels generic "
+        "--scheduling-policy fair --tenant-weights a=3,b=0.5 --itl-target-ms 80 "
+        "--threads 2 --seed 9 --async-depth 2 --kernels generic "
         '--speculative-config {"num_speculative_tokens":5,"prompt_lookup_max":6}'
     )
     config, sampling = read(*line.split())
