@@ -1,7 +1,7 @@
 """What a row's result does: tokens accepted, drafts kept or taken back, sequences and searches ended.
 
-Most results are one token that ends nothing, and most of the time is theirs, so `settle` has a short way for them, which
-does what `_settle` does for any.
+Most results are one token that ends nothing, and most of the time is theirs, so `settle` has a short way for them,
+which does what `_settle` does for any.
 """
 
 from __future__ import annotations
