@@ -12,7 +12,7 @@ import msgspec
 from ..kernels import registry
 from ..kernels.device import default_threads, read_machine
 from .budget import MemoryBudget, memory_budget
-from .config import EngineConfig, SpeculativeConfig
+from .config import EngineConfig, SpeculativeConfig, environment
 from .load.model import Model
 
 
@@ -38,6 +38,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     eviction_k: int
     scheduling_policy: str
     async_depth: int
+    tier_blocks: int
+    tier_folder: str
+    bytes_per_block: int
+    preemption_mode: str
     speculation: SpeculativeConfig
 
     @property
@@ -80,6 +84,10 @@ def resolve(config: EngineConfig, model: Model) -> tuple[Plan, MemoryBudget]:
         eviction_k=config.eviction_k,
         scheduling_policy=config.scheduling_policy,
         async_depth=config.async_depth,
+        tier_blocks=budget.tier_blocks,
+        tier_folder=str(environment().cache / "swap"),
+        bytes_per_block=budget.bytes_per_block,
+        preemption_mode=config.preemption_mode,
         speculation=config.speculative_config,
     )
     return plan, budget

@@ -7,7 +7,7 @@ from array import array
 from typing import NamedTuple
 
 from .memory import Start
-from .prefix import Column
+from .node import Column
 from .sequence import Sequence, slot_sampling
 from .step import Admit, Chunk, Copy, Step, TableDelta
 

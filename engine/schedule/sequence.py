@@ -11,7 +11,7 @@ import enum
 
 from ..request import Request, TokenLogprobs
 from .blocks import IllegalTransition
-from .prefix import Column, Node
+from .node import Column, Node
 from .step import SlotSampling
 
 
@@ -50,6 +50,7 @@ class Sequence:
     published  full blocks known to the prefix tree, the last of them as `cursor`
     probed     prompt positions that were scheduled with logits, for `prompt_logprobs`, which has those that came back
     charged    positions that were ever scheduled: recomputing is not the tenant's fault
+    woken      whether tier 2 was asked for what it has of the sequence since that was last queued
     """
 
     __slots__ = (
@@ -76,6 +77,7 @@ class Sequence:
         "scheduled",
         "slot",
         "tokens",
+        "woken",
     )
 
     def __init__(self, request: Request, index: int, order: int, limit: int, leader: Sequence | None = None) -> None:
@@ -103,6 +105,7 @@ class Sequence:
         self.probed = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.charged = 0
+        self.woken = False
         self.cached_tokens = 0
 
     @property
