@@ -91,8 +91,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     gpu_memory_utilization  share of the available memory, on any device, that weights, workspace and KV pool may take
                             together; 0: a quarter of what the first two leave goes to the pool
     swap_space              GiB of disk for blocks that the KV pool has no room for (tier 2 of the prefix cache)
-    preemption_mode         what a preempted sequence comes back by: swap (its blocks are in swap_space), recompute (they
-                            are computed again), or auto: the cheaper, as measured
+    preemption_mode         what a preempted sequence comes back by: swap (its blocks are in swap_space), recompute
+                            (they are computed again), or auto: the cheaper, as measured
     seed                    not 0: requests that name no seed get the next of a series made from this one
     model_impl              llmctl is our own decoder, transformers its modules on our cache and kernels; auto takes
                             transformers for what our decoder does not know

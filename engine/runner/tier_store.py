@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 
 
 def open_tier(folder: Path, groups: Sequence[GroupCache], num_places: int, block_size: int) -> TierStore:
-    """A store with so many places in a new file in `folder`. CapacityError if that cannot be or its disk is too small."""
+    """A store of so many places in a new file in `folder`. CapacityError if there can be none, or not of that size."""
     needed = num_places * sum(cache.group.bytes_per_block for cache in groups)
-    folder.mkdir(parents=True, exist_ok=True)
     check_room(folder, needed, "swapped KV blocks", "lower --swap-space, or let LLMCTL_CACHE name another folder")
     try:
-        file = tempfile.TemporaryFile(buffering=0, dir=folder, prefix="swap-")
+        folder.mkdir(parents=True, exist_ok=True)
+        file = tempfile.TemporaryFile(buffering=0, dir=folder, prefix="swap-")  # noqa: SIM115  (the store closes it)
     except OSError as error:
         raise CapacityError(
             f"cannot make a file for swapped KV blocks in `{folder}`: {error.strerror}",
@@ -49,7 +49,7 @@ class TierStore:
 
     def __init__(self, file: FileIO, groups: Sequence[GroupCache]) -> None:
         self._file = file
-        self._arenas = [memoryview(cache.arena) for cache in groups]
+        self._arenas = [cache.arena.data for cache in groups]
         self._sizes = [cache.group.bytes_per_block for cache in groups]
         self._stride = sum(self._sizes)
         self._checksums: dict[int, int] = {}  # of the places that hold something

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .memory import Start
 from .node import Column
 from .sequence import Sequence, slot_sampling
-from .step import Admit, Chunk, Copy, Step, TableDelta
+from .step import Admit, Chunk, Copy, Step, Swap, TableDelta
 
 
 class Row(NamedTuple):
@@ -67,7 +67,7 @@ class Draft:
         self.left -= len(drafts)
         self.logits_left -= len(drafts)
 
-    def freeze(self, index: int, drop: tuple[int, ...]) -> Step:
+    def freeze(self, index: int, drop: tuple[int, ...], swaps: tuple[Swap, ...] = ()) -> Step:
         """The finished Step. Blocks are announced here, once per sequence and group, also of one that got no row."""
         tables: list[TableDelta] = []
         for seq in (*self._told, *(row.seq for row in self.rows)):
@@ -79,7 +79,7 @@ class Draft:
             Chunk(row.seq.slot, row.start, row.tokens, row.tokens - _logits(row), row.drafts, row.known)
             for row in self.rows
         )
-        return Step(index, drop, tuple(self._admits), tuple(tables), tuple(self._copies), chunks)
+        return Step(index, drop, tuple(self._admits), tuple(tables), tuple(self._copies), chunks, swaps)
 
 
 def _logits(row: Row) -> int:

@@ -113,7 +113,7 @@ class Filler:
         if places(seq) > roster.room:
             return 0
         start = roster.admission.affordable(seq, draft.promised, not roster.running)
-        if start is None:
+        if start is None or (start.asleep and self._memory.wake(seq, start)):
             return 0
         skipped = self._memory.tokens_of(start)
         if whole and len(seq.tokens) - skipped > allowed:

@@ -19,8 +19,8 @@ from .blocks import BlockPool, BlockState
 from .node import Column, Node
 from .prefix import PrefixTree
 from .sequence import Sequence
+from .step import StepResult
 from .swapping import SwapCost
-from .step import StepResult, Swap
 from .tier import Tier
 
 
@@ -114,11 +114,12 @@ class KVMemory:
         self.tier.hold(start.columns)
         self.tier.reserve(nodes)
         for node, column in zip(nodes, self._take(len(nodes))):
-            self.tier.hold((column,))
             if node.alive:
                 self.tier.read(node, column, seq.leader.order)
+                self.tier.hold((column,))
             else:  # to have the blocks, the tree had to be flushed
                 self.tier.cancel(node)
+                self._release(column)
         return self.tier.due
 
     def settle(self, result: StepResult, tokens: int) -> None:

@@ -39,6 +39,7 @@ ASSUMED_AGE = 0.9
 
 _SMOOTHING = 64  # evictions that the age of the evicted is averaged over, roughly
 
+
 class Hit(NamedTuple):
     """The longest known prefix of a prompt: whole blocks, then `partial_tokens` of one more node.
 
@@ -250,7 +251,11 @@ class PrefixTree:
         return node.alive and (oldest, last) == (node.history[-1], node.history[0]) and self._evictable(node)
 
     def _evictable(self, node: Node) -> bool:
-        return bool(node.blocks) and not node.resident and not any(pool.refs(block) for pool, block in zip(self._pools, node.blocks))
+        return (
+            bool(node.blocks)
+            and not node.resident
+            and not any(pool.refs(block) for pool, block in zip(self._pools, node.blocks))
+        )
 
     def _offer(self, node: Node) -> None:
         if not self._evictable(node):

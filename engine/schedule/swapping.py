@@ -1,4 +1,4 @@
-"""Whether a preempted sequence's blocks are worth tier 2: what moving a block there and back costs, against computing it.
+"""Whether a preempted sequence's blocks are worth tier 2: the cost of moving one there and back, or of computing it.
 
 Both are measured while the engine runs, as running means over the last steps. Only steps of many tokens count for the
 price of a computed one: a step of a few decodes costs as much as one of many. Before anything was moved, swapping is
