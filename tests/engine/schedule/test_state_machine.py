@@ -1,6 +1,6 @@
 """Blocks, tree and scheduler together under random requests, aborts and pipelines, checked after every call.
 
-A long run: `LLMCTL_STATE_STEPS=120000 pytest tests/engine/schedule/test_state_machine.py --log-cli-level=INFO`.
+A long run: `LLMCTL_STATE_STEPS=1000000 pytest tests/engine/schedule/test_state_machine.py --log-cli-level=INFO`.
 """
 
 from __future__ import annotations
@@ -166,6 +166,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def holds(self):
         if hasattr(self, "loop"):
             SchedulerMachine.rules_run += 1
+            if SchedulerMachine.rules_run % 20_000 == 0:
+                log.info("%d rules so far", SchedulerMachine.rules_run)
             check_invariants(self.loop.scheduler)
 
     def teardown(self):
