@@ -38,6 +38,7 @@ class MemoryBudget:
     reserve     left alone
     kv_format   the kind of KVFormat
     num_blocks  KV blocks of `block_size` tokens; together they are one arena
+    tier_blocks blocks that the swap space takes; it is on disk and no part of `total`
     """
 
     available: int
@@ -49,6 +50,7 @@ class MemoryBudget:
     block_size: int
     num_blocks: int
     max_model_len: int
+    tier_blocks: int = 0
 
     @property
     def bytes_per_block(self) -> int:
@@ -58,6 +60,11 @@ class MemoryBudget:
     def kv_bytes(self) -> int:
         """Bytes of the KV pool."""
         return self.bytes_per_block * self.num_blocks
+
+    @property
+    def tier_bytes(self) -> int:
+        """Bytes of the swap space, at most."""
+        return self.bytes_per_block * self.tier_blocks
 
     @property
     def num_tokens(self) -> int:
@@ -140,7 +147,21 @@ def memory_budget(
         block_size=config.block_size,
         num_blocks=_pool_blocks(config, length, room, per_token, kv),
         max_model_len=length,
+        tier_blocks=_tier_blocks(config, per_token),
     )
+
+
+def _tier_blocks(config: EngineConfig, per_token: int) -> int:
+    """Blocks that the swap space takes. UsageError if it takes none."""
+    block = per_token * config.block_size
+    blocks = int(config.swap_space * (1 << 30)) // block
+    if config.swap_space and not blocks:
+        raise UsageError(
+            f"--swap-space is {format_bytes(int(config.swap_space * (1 << 30)))}, one KV block of {config.block_size} "
+            f"tokens has {format_bytes(block)}",
+            "give it at least some hundred blocks, or use `--swap-space 0`",
+        )
+    return blocks
 
 
 def _reserve(config: EngineConfig, available_bytes: int) -> int:

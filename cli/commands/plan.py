@@ -103,6 +103,8 @@ def as_json(model: str, size: PackedSize, budget: MemoryBudget) -> dict[str, obj
         "block_size": budget.block_size,
         "bytes_per_block": budget.bytes_per_block,
         "num_blocks": budget.num_blocks,
+        "swap_blocks": budget.tier_blocks,
+        "swap_bytes": budget.tier_bytes,
         "max_model_len": budget.max_model_len,
         "sequences": {str(length): budget.sequences(length) for length in lengths(budget)},
     }
@@ -117,6 +119,7 @@ def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget) -
         f"{budget.num_blocks} blocks of {budget.block_size} tokens in {budget.kv_format}, "
         f"{format_bytes(budget.kv_bytes_per_token)} per token"
     )
+    swap = f"swap space: {budget.tier_blocks} more blocks, {budget.tier_blocks * budget.block_size} tokens"
     console.table(
         ["memory", ">size", ""],
         [
@@ -125,6 +128,7 @@ def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget) -
             ["KV cache", format_bytes(budget.kv_bytes), pool],
             ["workspace", format_bytes(budget.workspace), "activations, logits and tables"],
             ["together", format_bytes(budget.total), ""],
+            *([["on disk", format_bytes(budget.tier_bytes), swap]] if budget.tier_blocks else []),
             ["available", format_bytes(budget.available), f"of which {format_bytes(budget.reserve)} stay in reserve"],
         ],
         title=model,
