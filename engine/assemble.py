@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from .audit import AuditedEngine
 from .config import EngineConfig, environment
+from .drafting import draft_config, make_proposer
 from .engine import Core, Engine, StepRunner
 from .load.hub import resolve as resolve_source
 from .load.model import Model, open_model
@@ -38,20 +39,28 @@ def build_engine(
     record: Callable[[bytes], None] | None = None,
 ) -> tuple[Core, EngineInfo]:
     """An engine on this thread, for a loop or a test to drive. `record` gets every encoded Step before it runs."""
-    return assemble(config, find_model(config, progress), epoch=epoch, record=record)
+    return assemble(config, find_model(config, progress), epoch=epoch, progress=progress, record=record)
 
 
 def assemble(
-    config: EngineConfig, model: Model, *, epoch: int, record: Callable[[bytes], None] | None = None
+    config: EngineConfig,
+    model: Model,
+    *,
+    epoch: int,
+    progress: Progress | None = None,
+    record: Callable[[bytes], None] | None = None,
 ) -> tuple[Core, EngineInfo]:
-    """An engine for a model that is already open; `record` as in `build_engine`."""
-    plan, budget = resolve(config, model)
+    """An engine for a model that is already open, which opens its draft model; `record` as in `build_engine`."""
+    drafts = config.speculative_config.method == "draft_model"
+    draft = find_model(draft_config(config), progress) if drafts else None
+    plan, budget = resolve(config, model, draft)
     log.info("plan: %s", plan)
     log.info("memory: %s", budget)
     runner = Runner(model, plan)
     same_bits = plan.model_impl == "llmctl" or _tried(runner, model, plan)
     driven: StepRunner = runner if record is None else RecordingRunner(runner, record)
-    engine: Core = Engine(Scheduler(scheduler_config(plan, epoch)), driven, plan.async_depth)
+    proposer = None if draft is None else make_proposer(draft, model, plan)
+    engine: Core = Engine(Scheduler(scheduler_config(plan, epoch), proposer), driven, plan.async_depth)
     if config.cache_audit:
         engine = AuditedEngine(engine, config.cache_audit)
     return engine, _info(model, plan, epoch, same_bits)

@@ -15,7 +15,7 @@ import msgspec
 from ..kernels.errors import CapacityError, UsageError
 from ..kernels.formats import KVFormat
 from ..kernels.ops import PANEL
-from .config import EngineConfig
+from .config import NO_SPECULATION, EngineConfig
 from .models.arch import DecoderSpec
 
 # The KV pool takes this share of what weights and workspace leave, unless all sequences need less or one needs more. A
@@ -31,6 +31,25 @@ _KINDS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "fp8": "fp8_e4
 
 
 @dataclass(frozen=True, slots=True)
+class ModelSize:
+    """A model beside the one that is asked, with its weights as packed."""
+
+    spec: DecoderSpec
+    weight_bytes: int
+    weight_formats: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShare:
+    """What of a MemoryBudget is the draft model's."""
+
+    weights: int
+    workspace: int
+    kv_format: str
+    kv_bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryBudget:
     """How `available` bytes are shared out.
 
@@ -38,6 +57,7 @@ class MemoryBudget:
     reserve     left alone
     kv_format   the kind of KVFormat
     num_blocks  KV blocks of `block_size` tokens; together they are one arena
+    draft       the draft model's part of weights, workspace and KV bytes
     """
 
     available: int
@@ -49,6 +69,7 @@ class MemoryBudget:
     block_size: int
     num_blocks: int
     max_model_len: int
+    draft: DraftShare | None = None
 
     @property
     def bytes_per_block(self) -> int:
@@ -104,8 +125,11 @@ def memory_budget(
     weight_formats: Sequence[str],
     config: EngineConfig,
     available_bytes: int,
+    draft: ModelSize | None = None,
 ) -> MemoryBudget:
     """The budget of this model under these options; bytes and formats of the weights are those of the packed ones.
+
+    A draft model has weights, workspace and an own part of each KV block beside it.
 
     The KV pool is as large as asked, else what `max_num_seqs` sequences of full length need, at least one sequence of
     full length. In between it takes at most a quarter of the memory left after weights, workspace and reserve; with
@@ -118,18 +142,21 @@ def memory_budget(
             f"--max-model-len is {length}, the model's context is {spec.context_length} tokens",
             f"use at most `--max-model-len {spec.context_length}`",
         )
-    workspace = workspace_bytes(spec, config, length)
+    share = None if draft is None else _draft_share(draft, config, length)
+    weight_bytes += 0 if share is None else share.weights
+    beside = 0 if share is None else share.workspace
+    workspace = workspace_bytes(spec, config, length) + beside
     reserve = _reserve(config, available_bytes)
     room = available_bytes - weight_bytes - workspace - reserve
     if room <= 0:
         raise CapacityError(
             f"needs {format_bytes(weight_bytes)} for weights, {format_bytes(workspace)} for activations and "
             f"{format_bytes(reserve)} in reserve, {format_bytes(available_bytes)} are available",
-            _less_workspace(spec, config, length, available_bytes - weight_bytes - reserve)
+            _less_workspace(spec, config, length, available_bytes - weight_bytes - beside - reserve)
             or f"free at least {format_bytes(1 - room)} of memory, or choose a model with smaller weights",
         )
     kv = choose_kv_format(config, weight_formats)
-    per_token = kv_bytes_per_token(spec, kv)
+    per_token = kv_bytes_per_token(spec, kv) + (0 if share is None else share.kv_bytes_per_token)
     return MemoryBudget(
         available=available_bytes,
         weights=weight_bytes,
@@ -140,7 +167,15 @@ def memory_budget(
         block_size=config.block_size,
         num_blocks=_pool_blocks(config, length, room, per_token, kv),
         max_model_len=length,
+        draft=share,
     )
+
+
+def _draft_share(draft: ModelSize, config: EngineConfig, length: int) -> DraftShare:
+    kv = choose_kv_format(config, draft.weight_formats)
+    own = msgspec.structs.replace(config, speculative_config=NO_SPECULATION)  # one row of logits for each sequence
+    workspace = workspace_bytes(draft.spec, own, length)
+    return DraftShare(draft.weight_bytes, workspace, kv.kind, kv_bytes_per_token(draft.spec, kv))
 
 
 def _reserve(config: EngineConfig, available_bytes: int) -> int:

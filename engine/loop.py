@@ -76,6 +76,7 @@ def _stats(engine: Core, steps: int, generated: int, age: float) -> EngineStats:
         drafts=stats.drafts,
         draft_tokens=stats.draft_tokens,
         accepted_tokens=stats.accepted_tokens,
+        accepted_per_position=stats.accepted_per_position,
         cache_audits=stats.audits,
         cache_audit_failures=stats.audit_failures,
         steps=steps,

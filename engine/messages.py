@@ -46,6 +46,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     drafts: int = 0  # chunks with proposed tokens
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()  # of these, by their place in a draft
     cache_audits: int = 0
     cache_audit_failures: int = 0
     steps: int = 0

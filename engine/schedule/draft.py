@@ -60,12 +60,14 @@ class Draft:
         self.left -= count
         self.logits_left -= samples + known
 
-    def speculate(self, place: int, drafts: tuple[int, ...]) -> None:
-        """Let the row at `place`, which samples, go on over proposed tokens."""
-        row = self.rows[place]
-        self.rows[place] = row._replace(tokens=row.tokens + len(drafts), drafts=drafts)
-        self.left -= len(drafts)
-        self.logits_left -= len(drafts)
+    def speculate(self, place: int, drafts: tuple[int, ...]) -> int:
+        """Let the row at `place`, which samples, go on over proposed tokens; how many they are."""
+        row, count = self.rows[place], len(drafts)
+        self.rows[place] = row._replace(tokens=row.tokens + count, drafts=drafts)
+        row.seq.scheduled += count
+        self.left -= count
+        self.logits_left -= count
+        return count
 
     def freeze(self, index: int, drop: tuple[int, ...]) -> Step:
         """The finished Step. Blocks are announced here, once per sequence and group, also of one that got no row."""

@@ -55,6 +55,11 @@ class NgramIndex:
                 grams[gram] = place + 1
         self._key, self._source, self._matched, self._seen = key, source, matched, len(tokens)
 
+    @property
+    def matches(self) -> bool:
+        """Whether the end of the tokens stands somewhere else in them."""
+        return self._source >= 0
+
     def propose(self, tokens: Sequence[int], count: int) -> tuple[int, ...]:
         """`count` tokens that may follow `tokens`, which `extend` has seen; none if their end stands nowhere else.
 

@@ -24,9 +24,11 @@ from .beam_search import Hypothesis
 from .beams import Beams, Joining, places
 from .draft import Draft, Row
 from .limits import SchedulerConfig
+from .lookup import PromptLookup
 from .memory import KVMemory, Start
 from .outcome import accepted_of, finish_of, hypothesis_output, logprobs_of, not_finite, output_of, take_known
 from .policy import make_queue
+from .proposer import Proposer
 from .sequence import Phase, Sequence
 from .speculate import Speculator
 from .stats import Counts, SchedulerStats, SequenceState, state_of
@@ -39,11 +41,11 @@ log = logging.getLogger(__name__)
 class Scheduler:
     """Requests in, Steps out, results in, Outputs out. Not thread-safe; makes no system call and reads no clock."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, proposer: Proposer | None = None) -> None:
         self._config = config
         self._memory = KVMemory(config.num_blocks, config.block_size, config.enable_prefix_caching, config.eviction_k)
         self._admission = Admission(self._memory)
-        self._speculator = Speculator(config.speculation, self._memory)
+        self._speculator = Speculator(config.speculation, self._memory, proposer or PromptLookup(config.speculation))
         if config.limit < config.max_model_len:
             log.warning(
                 "sequences end at %d tokens, not at %d: there are no more KV blocks", config.limit, config.max_model_len
@@ -376,9 +378,7 @@ class Scheduler:
         """
         accepted = max(len(chunk.tokens) - 1, 0)
         assert accepted <= len(row.drafts) and (chunk.tokens or not chunk.finite), (row, chunk)
-        self._counts.drafts += 1
-        self._counts.draft_tokens += len(row.drafts)
-        self._counts.accepted_tokens += accepted
+        self._counts.verified(len(row.drafts), accepted)
         if chunk.finite:
             self._speculator.learn(row.seq, len(row.drafts), accepted)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .memory import KVMemory
 from .sequence import Phase, Sequence
@@ -13,8 +13,8 @@ from .sequence import Phase, Sequence
 class SchedulerStats:
     """Counts now (sequences, blocks summed over groups, shares of them) and since the start (the rest).
 
-    `drafts` are chunks with `draft_tokens` proposed tokens together, of which `accepted_tokens` stood. `audits` are of
-    prefix hits, see `engine/audit.py`.
+    `drafts` are chunks with `draft_tokens` proposed tokens together, of which `accepted_tokens` stood, and of these
+    `accepted_per_position[i]` in place i of a draft. `audits` are of prefix hits, see `engine/audit.py`.
     """
 
     waiting: int
@@ -35,6 +35,7 @@ class SchedulerStats:
     drafts: int
     draft_tokens: int
     accepted_tokens: int
+    accepted_per_position: tuple[int, ...]
     audits: int = 0
     audit_failures: int = 0
 
@@ -52,6 +53,17 @@ class Counts:
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    def verified(self, drafted: int, accepted: int) -> None:
+        """Of a draft of `drafted` tokens the first `accepted` stood."""
+        self.drafts += 1
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
+        stood = self.accepted_per_position
+        stood += [0] * (drafted - len(stood))
+        for place in range(accepted):
+            stood[place] += 1
 
     def stats(self, memory: KVMemory, waiting: int, running: Collection[Sequence]) -> SchedulerStats:
         """These counts beside how memory stands now."""
@@ -75,6 +87,7 @@ class Counts:
             drafts=self.drafts,
             draft_tokens=self.draft_tokens,
             accepted_tokens=self.accepted_tokens,
+            accepted_per_position=tuple(self.accepted_per_position),
         )
 
 

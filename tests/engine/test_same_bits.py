@@ -120,7 +120,7 @@ def run(model: str, dtype: str, way: Way, requests: Sequence[tuple[list[int], Sa
         stats = llm.frontend.stats()
         if "preempted" in way.name and len(requests) >= 16:
             assert stats.preemptions > 0
-        if way.name.startswith("drafts"):
+        if way.name.startswith(("drafts", "a draft model")):
             assert stats.draft_tokens > stats.accepted_tokens > 0
     return [
         tuple((one.token_ids, tuple((e.logprob, *e.top_logprobs) for e in one.logprobs)) for one in output.outputs)
