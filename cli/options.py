@@ -189,7 +189,7 @@ def memory_config(
             "--speculative-config",
             parser=parse_speculation,
             metavar="JSON",
-            help="Guess tokens ahead, from what the sequence repeats or with a smaller model: ngram, none, or JSON with "
+            help="Guess tokens ahead from what the sequence repeats or with a smaller model: ngram, none, or JSON with "
             "method (ngram, draft_model, none), model, num_speculative_tokens, disable_by_batch_size, "
             "prompt_lookup_max and prompt_lookup_min. The tokens are the same.",
         ),

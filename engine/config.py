@@ -29,8 +29,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                             `model`, a smaller one of the same vocabulary, would say; none: not at all
     model                   the draft model, named as any model is
     num_speculative_tokens  guesses for one sequence at most, fewer as they fail
-    disable_by_batch_size   no guesses are made while more sequences than this run. 0 chooses: with a draft model 4; with
-                            ngram `num_speculative_tokens`, and those that run then share as many guesses
+    disable_by_batch_size   no guesses are made while more sequences than this run. 0 chooses: 4 with a draft model;
+                            `num_speculative_tokens` with ngram, and those that run share as many guesses
     prompt_lookup_max       longest n-gram that is looked up, and `prompt_lookup_min` the shortest
     """
 

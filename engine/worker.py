@@ -37,9 +37,9 @@ class Channel:
         """Send one event."""
         self._socket.send(self._encoder.encode(event))
 
-    def tell(self, text: str, done: int, total: int) -> None:
+    def tell(self, description: str, done: int, total: int) -> None:
         """Send how far loading has come."""
-        self.emit(Loading(text, done, total))
+        self.emit(Loading(description, done, total))
 
     def inbox(self, wait: bool) -> Iterable[Command]:
         """The commands that have come; waits for one if asked. A lost parent reads as Shutdown."""

@@ -8,8 +8,9 @@ sequence's own tokens is used. Thus prefix hits are hits here too, and what is m
 steps without drafts, in a block that the target has copied) is computed when the sequence drafts next. At most a step's
 worth of such rows is computed at a time, so that a long prompt delays neither its own first token nor anybody's next.
 
-Drafts are sampled as the target samples: the same temperature, penalties and seed, hence the same noise, with which two
-models agree more often than the target's sample does with the draft model's likeliest token.
+Drafts are sampled as the target samples: the same temperature, penalties and seed, hence the same noise. Drafts of
+three tokens for SmolLM2-135M in Q4_1, by the same model in Q4_0: 56, 48 and 51 % stood at temperatures 0.5, 0.8 and 1.
+Of the draft model's likeliest tokens 48, 31 and 23 % stood, and of tokens sampled with other noise 36, 20 and 13 %.
 """
 
 from __future__ import annotations

@@ -195,7 +195,8 @@ def test_speculation_is_a_name_or_json(given, config):
         ('{"prompt_lookup_min": 3, "prompt_lookup_max": 2}', "prompt_lookup_max of --speculative-config is 2"),
         ('{"num_speculative_tokens": "4"}', "cannot be"),
         ("[]", "cannot be"),
-        ('{"model": "draft"}', "no key `model`"),
+        ('{"drafts": 2}', "no key `drafts`"),
+        ('{"method": "draft_model"}', "names no model"),
     ],
 )
 def test_speculation_that_cannot_work_is_refused(given, message):
