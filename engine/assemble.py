@@ -14,6 +14,7 @@ from .load.model import Model, open_model
 from .load.progress import Progress
 from .messages import EngineInfo
 from .plan import Plan, resolve
+from .runner.golden import check_golden
 from .runner.probe import try_bits
 from .runner.runner import RecordingRunner, Runner
 from .schedule.limits import SchedulerConfig
@@ -58,6 +59,8 @@ def assemble(
     log.info("memory: %s", budget)
     runner = Runner(model, plan)
     same_bits = plan.model_impl == "llmctl" or _tried(runner, model, plan)
+    if model.golden is not None:
+        check_golden(runner, plan, model, model.golden)
     driven: StepRunner = runner if record is None else RecordingRunner(runner, record)
     proposer = None if draft is None else make_proposer(draft, model, plan)
     engine: Core = Engine(Scheduler(scheduler_config(plan, epoch), proposer), driven, plan.async_depth)
