@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable
 
+from ..kernels.errors import CapacityError
 from .audit import AuditedEngine
+from .budget import MemoryBudget, blocks_for
 from .config import EngineConfig, environment
 from .drafting import draft_config, make_proposer
 from .engine import Core, Engine, StepRunner
@@ -19,6 +22,8 @@ from .runner.probe import try_bits
 from .runner.runner import RecordingRunner, Runner
 from .schedule.limits import SchedulerConfig
 from .schedule.scheduler import Scheduler
+from .shortage import Demand
+from .sizes import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +62,12 @@ def assemble(
     plan, budget = resolve(config, model, draft)
     log.info("plan: %s", plan)
     log.info("memory: %s", budget)
-    runner = Runner(model, plan)
+    try:
+        runner = Runner(model, plan)
+    except (MemoryError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+            raise
+        raise _no_memory(budget) from error
     same_bits = plan.model_impl == "llmctl" or _tried(runner, model, plan)
     if model.golden is not None:
         check_golden(runner, plan, model, model.golden)
@@ -84,6 +94,20 @@ def scheduler_config(plan: Plan, epoch: int) -> SchedulerConfig:
         speculation=plan.speculation,
         max_logit_rows=plan.max_logit_rows,
         epoch=epoch,
+    )
+
+
+def _no_memory(budget: MemoryBudget) -> CapacityError:
+    """The system gave less than it said it had: another program was faster, or the process has a limit of its own."""
+    one = blocks_for(budget.max_model_len, budget.block_size)
+    smaller = (
+        f"use `--num-gpu-blocks-override {one}`, which is enough for one sequence of {budget.max_model_len} tokens"
+    )
+    demand = Demand(budget.available, budget.weights, budget.workspace, budget.reserve, 0.0)
+    return demand.refused(
+        f"the system refused to give {format_bytes(budget.workspace + budget.kv_bytes)} for workspace and KV cache",
+        smaller if one < budget.num_blocks else "use a smaller `--max-model-len`, or free memory",
+        budget.kv_bytes,
     )
 
 

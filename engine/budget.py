@@ -17,6 +17,8 @@ from ..kernels.formats import KVFormat
 from ..kernels.ops import PANEL
 from .config import NO_SPECULATION, EngineConfig
 from .models.arch import DecoderSpec
+from .shortage import Demand
+from .sizes import format_bytes
 
 # The KV pool takes this share of what weights and workspace leave, unless all sequences need less or one needs more. A
 # CPU's memory is everybody's: a pool of most of it, as on a GPU, would push other programs into swap.
@@ -148,8 +150,9 @@ def memory_budget(
     workspace = workspace_bytes(spec, config, length) + beside
     reserve = _reserve(config, available_bytes)
     room = available_bytes - weight_bytes - workspace - reserve
+    demand = Demand(available_bytes, weight_bytes, workspace, reserve, config.gpu_memory_utilization)
     if room <= 0:
-        raise CapacityError(
+        raise demand.refused(
             f"needs {format_bytes(weight_bytes)} for weights, {format_bytes(workspace)} for activations and "
             f"{format_bytes(reserve)} in reserve, {format_bytes(available_bytes)} are available",
             _less_workspace(spec, config, length, available_bytes - weight_bytes - beside - reserve)
@@ -165,7 +168,7 @@ def memory_budget(
         kv_format=kv.kind,
         kv_bytes_per_token=per_token,
         block_size=config.block_size,
-        num_blocks=_pool_blocks(config, length, room, per_token, kv),
+        num_blocks=_pool_blocks(config, length, room, per_token, kv, demand),
         max_model_len=length,
         draft=share,
     )
@@ -201,7 +204,7 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int) -> int
     return config.max_num_batched_tokens * row + per_sequence + rope
 
 
-def _pool_blocks(config: EngineConfig, length: int, room: int, per_token: int, kv: KVFormat) -> int:
+def _pool_blocks(config: EngineConfig, length: int, room: int, per_token: int, kv: KVFormat, demand: Demand) -> int:
     """KV blocks of the pool, checked against the room for them and the length of one sequence."""
     block = per_token * config.block_size
     one = blocks_for(length, config.block_size)
@@ -226,16 +229,18 @@ def _pool_blocks(config: EngineConfig, length: int, room: int, per_token: int, k
                 hint + (f", or `--max-model-len {asked * config.block_size}`" if asked else ""),
             )
         if asked > most:
-            raise CapacityError(
+            raise demand.refused(
                 f"a KV cache of {asked} blocks needs {format_bytes(asked * block)}, {format_bytes(room)} are free",
                 f"{most} blocks fit" if most >= one else _shorter(config, length, room, per_token, kv),
+                asked * block,
             )
         return asked
     if one > most:
-        raise CapacityError(
+        raise demand.refused(
             f"one sequence of {length} tokens needs {format_bytes(one * block)} of KV cache, "
             f"{format_bytes(room)} are free",
             _shorter(config, length, room, per_token, kv),
+            one * block,
         )
     return max(one, min(config.max_num_seqs * one, most if config.gpu_memory_utilization else most // POOL_SHARE))
 
@@ -262,16 +267,3 @@ def _less_workspace(spec: DecoderSpec, config: EngineConfig, length: int, room: 
         if workspace_bytes(spec, smaller, length) < room:
             return f"use `--max-num-batched-tokens {tokens}`"
     return ""
-
-
-def format_bytes(count: int) -> str:
-    """A size in binary units with about three digits: 512 B, 4.00 KiB, 59.7 MiB."""
-    if count < 1024:
-        return f"{count} B"
-    value = float(count)
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        value /= 1024
-        if value < 999.5 or unit == "TiB":
-            break
-    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:.{digits}f} {unit}"

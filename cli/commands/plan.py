@@ -147,7 +147,7 @@ def draft_json(draft: DraftShare) -> dict[str, object]:
 
 def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget) -> None:
     """Print the plan as tables."""
-    from ...engine.budget import format_bytes
+    from ...engine.sizes import format_bytes
 
     formats = ", ".join(f"{count} {name}" for name, count in size.formats.items())
     pool = (
@@ -175,7 +175,7 @@ def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget) -
 
 def draft_row(draft: DraftShare) -> list[str]:
     """The draft model's part of the rows above, in one line."""
-    from ...engine.budget import format_bytes
+    from ...engine.sizes import format_bytes
 
     kv = f"{format_bytes(draft.kv_bytes_per_token)} per token of KV cache in {draft.kv_format}"
     return ["of which draft", format_bytes(draft.weights + draft.workspace), f"weights and workspace; besides, {kv}"]

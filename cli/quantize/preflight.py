@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...engine.budget import format_bytes
 from ...engine.load.checkpoint import Checkpoint
 from ...engine.score import ROWS
+from ...engine.sizes import format_bytes
 from ...kernels.errors import CapacityError, UsageError
 from ...kernels.formats import WeightFormat
 from ...quant.card import CARD_NAME

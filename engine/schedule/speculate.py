@@ -12,10 +12,10 @@ Drafts take what nobody else wants. They are added when the step is otherwise co
 budget and from blocks that remain when every running sequence could still have one more, so that no prompt waits and
 nobody is preempted for their sake.
 
-How long drafts are, and when a sequence makes none for a while, is `pace.py`'s matter. Prompt lookup costs some 2.5
-microseconds a token and loses at most one draft in 32 steps, at a sixth of a step each, half a percent. That is why it
-is on by default: of 32 answers of SmolLM2-135M to ordinary prompts, greedy and at temperature 0.8, replayed with the
-times above, none lost, and the mean gained 15 % to 130 %.
+How long drafts are, and when a sequence makes none for a while, is `pace.py`'s matter. Prompt lookup takes some four
+microseconds of a sequence's step, of which it is asked in the company of few, and loses at most one draft in 32 steps,
+at a sixth of a step each, half a percent. That is why it is on by default: of 32 answers of SmolLM2-135M to ordinary
+prompts, greedy and at temperature 0.8, replayed with the times above, none lost, and the mean gained 15 % to 130 %.
 
 With several steps in flight a sequence's last token is not known when its next step is made, and a draft needs it. So
 a sequence for which a draft is foreseen stays out of one step (`waits`) and drafts in the next; one that repeats

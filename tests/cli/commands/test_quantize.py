@@ -23,11 +23,11 @@ from llmctl.cli.console import Console
 from llmctl.cli.exits import ExitCode
 from llmctl.cli.quantize import preflight, samples
 from llmctl.cli.quantize import run as steps
-from llmctl.engine.budget import format_bytes
 from llmctl.engine.llm import LLM
 from llmctl.engine.load.checkpoint import open_checkpoint
 from llmctl.engine.load.hub import Source
 from llmctl.engine.request import SamplingParams
+from llmctl.engine.sizes import format_bytes
 from tests.engine.quantized import write_quantized
 from tests.engine.tiny import SHAPE, write_checkpoint, write_tokenizer
 
