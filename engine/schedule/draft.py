@@ -8,9 +8,9 @@ from array import array
 import msgspec
 
 from .memory import Start
-from .prefix import Column
+from .node import Column
 from .sequence import Sequence, slot_sampling
-from .step import Admit, Chunk, Copy, Step, TableDelta
+from .step import Admit, Chunk, Copy, Step, Swap, TableDelta
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
@@ -88,15 +88,17 @@ class Draft:
         """What was withheld may be used."""
         self.left += self._withheld
 
-    def speculate(self, place: int, drafts: tuple[int, ...]) -> None:
-        """Let the row at `place`, which samples, go on over proposed tokens."""
-        row = self.rows[place]
-        self.rows[place] = msgspec.structs.replace(row, tokens=row.tokens + len(drafts), drafts=drafts)
+    def speculate(self, place: int, drafts: tuple[int, ...]) -> int:
+        """Let the row at `place`, which samples, go on over proposed tokens; how many they are."""
+        row, count = self.rows[place], len(drafts)
+        self.rows[place] = msgspec.structs.replace(row, tokens=row.tokens + count, drafts=drafts)
         self._told.append(row.seq)
-        self.left -= len(drafts)
-        self.logits_left -= len(drafts)
+        row.seq.scheduled += count
+        self.left -= count
+        self.logits_left -= count
+        return count
 
-    def freeze(self, index: int, drop: tuple[int, ...]) -> Step:
+    def freeze(self, index: int, drop: tuple[int, ...], swaps: tuple[Swap, ...] = ()) -> Step:
         """The finished Step. Blocks are announced here, once per sequence and group, also of one that got no row."""
         tables: list[TableDelta] = []
         for seq in self._told:
@@ -112,7 +114,7 @@ class Draft:
                 for row in self.rows
             ]
         )
-        return Step(index, drop, tuple(self._admits), tuple(tables), tuple(self._copies), chunks)
+        return Step(index, drop, tuple(self._admits), tuple(tables), tuple(self._copies), chunks, swaps)
 
 
 def _logits(row: Row) -> int:
