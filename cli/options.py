@@ -76,18 +76,32 @@ def parse_length(value: str | int) -> int:
     return 0 if str(value).strip() in ("auto", "-1") else parse_count(value)
 
 
+def parse_weights(text: str) -> dict[str, float]:
+    """The weights that `a=3,b=0.5` gives; a name may hold `=` signs, its weight comes after the last."""
+    weights: dict[str, float] = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        name, _, weight = pair.rpartition("=")
+        try:
+            weights[name.strip()] = float(weight)
+        except ValueError:
+            name = ""
+        if not name:
+            raise UsageError(f"`{pair}` in --tenant-weights is no name with a weight", "write it as alice=3,bob=1")
+    return weights
+
+
 def parse_speculation(value: str | SpeculativeConfig) -> SpeculativeConfig:
     """The config that a method's name gives, or a JSON object such as vLLM takes."""
     if isinstance(value, SpeculativeConfig):
         return value
     text = value.strip()
     if text in SPECULATIVE_METHODS:
-        return SpeculativeConfig(method=text)
+        return SpeculativeConfig.read({"method": text})
     try:
         return SpeculativeConfig.read(msgspec.json.decode(text))
     except msgspec.DecodeError as error:
         raise UsageError(
-            f"--speculative-config is neither {' nor '.join(SPECULATIVE_METHODS)} nor JSON: {error}",
+            f"--speculative-config is neither ngram nor none nor JSON: {error}",
             """write it as '{"method": "ngram", "num_speculative_tokens": 3}'""",
         ) from error
 
@@ -204,6 +218,17 @@ def memory_config(
             "auto: transformers for what our decoder does not know.",
         ),
     ] = _DEFAULT.model_impl,
+    speculative_config: Annotated[
+        SpeculativeConfig,
+        typer.Option(
+            "--speculative-config",
+            parser=parse_speculation,
+            metavar="JSON",
+            help="Guess tokens ahead from what the sequence repeats or with a smaller model: ngram, none, or JSON with "
+            "method (ngram, draft_model, none), model, num_speculative_tokens, disable_by_batch_size, "
+            "prompt_lookup_max and prompt_lookup_min. The tokens are the same.",
+        ),
+    ] = _DEFAULT.speculative_config,
 ) -> EngineConfig:
     """The checked EngineConfig that these options ask for: those that say how much memory a model takes."""
     config = EngineConfig(
@@ -219,6 +244,7 @@ def memory_config(
         gpu_memory_utilization=gpu_memory_utilization,
         swap_space=swap_space,
         model_impl=model_impl,
+        speculative_config=speculative_config,
     )
     config.check()
     return config
@@ -263,8 +289,28 @@ def engine_config(
         ),
     ] = _DEFAULT.preemption_mode,
     scheduling_policy: Annotated[
-        str, _name("--scheduling-policy", text=f"Who goes first: {' or '.join(POLICIES)}.")
+        str, _name("--scheduling-policy", text=f"Who goes first: {', '.join(POLICIES[:-1])} or {POLICIES[-1]}.")
     ] = _DEFAULT.scheduling_policy,
+    tenant_weights: Annotated[
+        str,
+        typer.Option(
+            "--tenant-weights",
+            metavar="NAME=W,...",
+            help="Shares of tenants, as the request log names them, in the fair queue; 1 for others.",
+        ),
+    ] = "",
+    itl_target_ms: Annotated[
+        float,
+        typer.Option(
+            "--itl-target-ms",
+            metavar="MS",
+            help="How long prompts may let others wait for their next token; 0: four times as long as without prompts.",
+        ),
+    ] = _DEFAULT.itl_target_ms,
+    max_prefill_tokens_beside_decode: Annotated[
+        int,
+        _count("--max-prefill-tokens-beside-decode", text="The same as a count of prompt tokens in one step."),
+    ] = _DEFAULT.max_prefill_tokens_beside_decode,
     threads: Annotated[
         int, _count("--threads", "-t", text="CPU threads of this engine; 0: one per physical core it may use.")
     ] = _DEFAULT.threads,
@@ -275,16 +321,6 @@ def engine_config(
     kernels: Annotated[
         str, _name("--kernels", text="auto, avx512, avx2, generic (no vector instructions) or reference (plain torch).")
     ] = _DEFAULT.kernels,
-    speculative_config: Annotated[
-        SpeculativeConfig,
-        typer.Option(
-            "--speculative-config",
-            parser=parse_speculation,
-            metavar="JSON",
-            help="Guess tokens ahead from what the sequence repeats: ngram, none, or JSON with method, "
-            "num_speculative_tokens, prompt_lookup_max and prompt_lookup_min. The tokens are the same.",
-        ),
-    ] = _DEFAULT.speculative_config,
 ) -> EngineConfig:
     """The checked EngineConfig that these options ask for."""
     config = msgspec.structs.replace(
@@ -295,11 +331,13 @@ def engine_config(
         cache_audit=cache_audit,
         preemption_mode=preemption_mode,
         scheduling_policy=scheduling_policy,
+        tenant_weights=parse_weights(tenant_weights),
+        itl_target_ms=itl_target_ms,
+        max_prefill_tokens_beside_decode=max_prefill_tokens_beside_decode,
         threads=threads,
         seed=seed or 0,
         async_depth=async_depth,
         kernels=kernels,
-        speculative_config=speculative_config,
     )
     config.check()
     return config

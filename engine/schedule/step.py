@@ -63,7 +63,7 @@ class Swap(msgspec.Struct, frozen=True, array_like=True):
     out: bool
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True):
+class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Compute positions start .. start + count - 1 of `slot`. Prefill, decode and extend differ only in the numbers.
 
     Tokens from `logits_from` on (an offset into the chunk; `count` means none) get logits, and each such position
@@ -92,7 +92,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     swaps: tuple[Swap, ...] = ()
 
 
-class ChunkResult(msgspec.Struct, frozen=True, array_like=True):
+class ChunkResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one chunk sampled: one token per position with logits (none for a chunk that ends inside a prompt).
 
     After a `known` position that is the known token. With drafts the tokens end with the first that is not the draft in
