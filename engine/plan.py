@@ -116,6 +116,7 @@ def _with_draft(plan: Plan, draft: Model, budget: MemoryBudget) -> Plan:
         kv_format=budget.draft.kv_format,
         max_logit_rows=min(plan.max_num_seqs, plan.max_num_batched_tokens),
         async_depth=1,
+        tier_blocks=0,
         speculation=NO_SPECULATION,
     )
     return msgspec.structs.replace(plan, draft=own)
