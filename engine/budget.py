@@ -59,6 +59,7 @@ class MemoryBudget:
     reserve     left alone
     kv_format   the kind of KVFormat
     num_blocks  KV blocks of `block_size` tokens; together they are one arena
+    tier_blocks blocks that the swap space takes; it is on disk and no part of `total`
     draft       the draft model's part of weights, workspace and KV bytes
     """
 
@@ -71,6 +72,7 @@ class MemoryBudget:
     block_size: int
     num_blocks: int
     max_model_len: int
+    tier_blocks: int = 0
     draft: DraftShare | None = None
 
     @property
@@ -81,6 +83,11 @@ class MemoryBudget:
     def kv_bytes(self) -> int:
         """Bytes of the KV pool."""
         return self.bytes_per_block * self.num_blocks
+
+    @property
+    def tier_bytes(self) -> int:
+        """Bytes of the swap space, at most."""
+        return self.bytes_per_block * self.tier_blocks
 
     @property
     def num_tokens(self) -> int:
@@ -170,8 +177,22 @@ def memory_budget(
         block_size=config.block_size,
         num_blocks=_pool_blocks(config, length, room, per_token, kv, demand),
         max_model_len=length,
+        tier_blocks=_tier_blocks(config, per_token),
         draft=share,
     )
+
+
+def _tier_blocks(config: EngineConfig, per_token: int) -> int:
+    """Blocks that the swap space takes. UsageError if it takes none."""
+    block = per_token * config.block_size
+    blocks = int(config.swap_space * (1 << 30)) // block
+    if config.swap_space and not blocks:
+        raise UsageError(
+            f"--swap-space is {format_bytes(int(config.swap_space * (1 << 30)))}, one KV block of {config.block_size} "
+            f"tokens has {format_bytes(block)}",
+            "give it at least some hundred blocks, or use `--swap-space 0`",
+        )
+    return blocks
 
 
 def _draft_share(draft: ModelSize, config: EngineConfig, length: int) -> DraftShare:

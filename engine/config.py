@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import typing
 from dataclasses import dataclass, field
@@ -13,10 +14,12 @@ import msgspec
 from ..kernels.errors import UsageError
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # what runs if nobody names a model; `load/hub.py` knows where it is
-POLICIES = ("hybrid", "fcfs")
+POLICIES = ("hybrid", "fcfs", "sjf", "fair", "priority")
+FAIR_POLICIES = ("hybrid", "fair")  # those that share the engine between tenants
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
 EVICTIONS = ("lru-k", "lru")
+PREEMPTION_MODES = ("auto", "swap", "recompute")
 SPECULATIVE_METHODS = ("ngram", "draft_model", "none")
 IMPLEMENTATIONS = ("auto", "llmctl", "transformers")
 KERNELS = ("auto", "avx512", "avx2", "generic", "reference")
@@ -128,6 +131,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_gpu_blocks_override KV blocks in the pool instead of what the memory budget gives (the flag's name is vLLM's)
     gpu_memory_utilization  share of the available memory, on any device, that weights, workspace and KV pool may take
                             together; 0: a quarter of what the first two leave goes to the pool
+    tenant_weights          shares of tenants (API keys, or `user`) in the fair queue; 1 for who is not named
+    itl_target_ms           pause between tokens that prompts beside decodes may cause; 0: four times a step of decodes
+    max_prefill_tokens_beside_decode  prompt tokens of a step with decodes, whatever they cost; 0: as the target allows
+    swap_space              GiB of disk for blocks that the KV pool has no room for (tier 2 of the prefix cache)
+    preemption_mode         what a preempted sequence comes back by: swap (its blocks are in swap_space), recompute
+                            (they are computed again), or auto: the cheaper, as measured
     seed                    not 0: requests that name no seed get the next of a series made from this one
     model_impl              llmctl is our own decoder, transformers its modules on our cache and kernels; auto takes
                             transformers for what our decoder does not know
@@ -149,7 +158,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache_eviction: str = "lru-k"
     cache_eviction_k: int = 2
     cache_audit: float = 0.0
+    swap_space: float = 0.0
+    preemption_mode: str = "auto"
     scheduling_policy: str = "hybrid"
+    tenant_weights: dict[str, float] = {}
+    itl_target_ms: float = 0.0
+    max_prefill_tokens_beside_decode: int = 0
     threads: int = 0
     seed: int = 0
     async_depth: int = 1
@@ -174,6 +188,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("--dtype", self.dtype, DTYPES),
             ("--kv-cache-dtype", self.kv_cache_dtype, KV_DTYPES),
             ("--cache-eviction", self.cache_eviction, EVICTIONS),
+            ("--preemption-mode", self.preemption_mode, PREEMPTION_MODES),
             ("--scheduling-policy", self.scheduling_policy, POLICIES),
             ("--kernels", self.kernels, KERNELS),
             ("--model-impl", self.model_impl, IMPLEMENTATIONS),
@@ -190,6 +205,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("--cache-eviction-k", self.cache_eviction_k, 1, 16),
             ("--threads", self.threads, 0, 1024),
             ("--async-depth", self.async_depth, 1, 2),
+            ("--max-prefill-tokens-beside-decode", self.max_prefill_tokens_beside_decode, 0, 1 << 20),
         ):
             if not low <= number <= high:
                 raise UsageError(f"{name} is {number}, it must be from {low} to {high}")
@@ -198,9 +214,41 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization:g}, it must be from 0 to 1",
                 "0.9 lets the engine have nine tenths of the available memory",
             )
+        if not 0 <= self.itl_target_ms < 1e9:
+            raise UsageError(f"--itl-target-ms is {self.itl_target_ms:g}, it must be 0 or more milliseconds")
+        if self.itl_target_ms and self.max_prefill_tokens_beside_decode:
+            raise UsageError(
+                f"--itl-target-ms is {self.itl_target_ms:g} and --max-prefill-tokens-beside-decode "
+                f"{self.max_prefill_tokens_beside_decode}",
+                "give one of them: a time or a count",
+            )
+        for tenant, weight in self.tenant_weights.items():
+            if not 0 < weight < math.inf:
+                raise UsageError(f"the weight of tenant `{tenant}` is {weight}, it must be above 0 and finite")
+        if self.tenant_weights and self.scheduling_policy not in FAIR_POLICIES:
+            raise UsageError(
+                f"--tenant-weights has no effect with --scheduling-policy {self.scheduling_policy}",
+                f"use one of: {', '.join(FAIR_POLICIES)}",
+            )
         if not 0 <= self.cache_audit <= 1:
             raise UsageError(f"--cache-audit is {self.cache_audit}, it must be from 0 to 1")
+        self._check_swap()
         self.speculative_config.check()
+
+    def _check_swap(self) -> None:
+        """Raise UsageError for a swap space that cannot be, or that could not be used."""
+        if not 0 <= self.swap_space <= 1 << 20:
+            raise UsageError(
+                f"--swap-space is {self.swap_space:g} GiB, it must be from 0 to {1 << 20}",
+                "4 gives blocks that memory has no room for 4 GiB of disk",
+            )
+        if self.preemption_mode == "swap" and not self.swap_space:
+            raise UsageError("--preemption-mode is `swap`, and there is no swap space", "add `--swap-space 4` (GiB)")
+        if self.swap_space and not self.enable_prefix_caching:
+            raise UsageError(
+                f"--swap-space is {self.swap_space:g} GiB, and there is no prefix cache that would find what is there",
+                "leave --no-enable-prefix-caching out, or use `--swap-space 0`",
+            )
 
 
 def _refuse_booleans(config: SpeculativeConfig | EngineConfig) -> None:

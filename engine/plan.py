@@ -12,8 +12,9 @@ import msgspec
 from ..kernels import registry
 from ..kernels.device import default_threads, read_machine
 from .budget import MemoryBudget, ModelSize, memory_budget
-from .config import NO_SPECULATION, EngineConfig, SpeculativeConfig
+from .config import NO_SPECULATION, EngineConfig, SpeculativeConfig, environment
 from .load.model import Model
+from .schedule.pace import PaceConfig
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +42,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool
     eviction_k: int
     scheduling_policy: str
+    tenant_weights: tuple[tuple[str, float], ...]
+    pace: PaceConfig
     async_depth: int
+    tier_blocks: int
+    tier_folder: str
+    bytes_per_block: int
+    preemption_mode: str
     speculation: SpeculativeConfig
     draft: Plan | None = None
 
@@ -85,7 +92,13 @@ def resolve(config: EngineConfig, model: Model, draft: Model | None = None) -> t
         enable_prefix_caching=config.enable_prefix_caching,
         eviction_k=config.eviction_k,
         scheduling_policy=config.scheduling_policy,
+        tenant_weights=tuple(config.tenant_weights.items()),
+        pace=PaceConfig(config.max_prefill_tokens_beside_decode, config.itl_target_ms / 1000),
         async_depth=config.async_depth,
+        tier_blocks=budget.tier_blocks,
+        tier_folder=str(environment().cache / "swap"),
+        bytes_per_block=budget.bytes_per_block,
+        preemption_mode=config.preemption_mode,
         speculation=config.speculative_config,
     )
     return (plan if draft is None else _with_draft(plan, draft, budget)), budget

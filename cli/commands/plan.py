@@ -129,6 +129,8 @@ def as_json(model: str, size: PackedSize, budget: MemoryBudget) -> dict[str, obj
         "block_size": budget.block_size,
         "bytes_per_block": budget.bytes_per_block,
         "num_blocks": budget.num_blocks,
+        "swap_blocks": budget.tier_blocks,
+        "swap_bytes": budget.tier_bytes,
         "max_model_len": budget.max_model_len,
         "draft": None if budget.draft is None else draft_json(budget.draft),
         "sequences": {str(length): budget.sequences(length) for length in lengths(budget)},
@@ -154,6 +156,7 @@ def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget) -
         f"{budget.num_blocks} blocks of {budget.block_size} tokens in {budget.kv_format}, "
         f"{format_bytes(budget.kv_bytes_per_token)} per token"
     )
+    swap = f"swap space: {budget.tier_blocks} more blocks, {budget.tier_blocks * budget.block_size} tokens"
     console.table(
         ["memory", ">size", ""],
         [
@@ -163,6 +166,7 @@ def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget) -
             ["workspace", format_bytes(budget.workspace), "activations, logits and tables"],
             *([] if budget.draft is None else [draft_row(budget.draft)]),
             ["together", format_bytes(budget.total), ""],
+            *([["on disk", format_bytes(budget.tier_bytes), swap]] if budget.tier_blocks else []),
             ["available", format_bytes(budget.available), f"of which {format_bytes(budget.reserve)} stay in reserve"],
         ],
         title=model,

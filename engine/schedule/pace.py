@@ -1,67 +1,84 @@
-"""How long a sequence's next draft may be, learnt from what became of those before.
+"""How many prompt tokens a step may compute beside decodes, so that those who are read to are not kept waiting.
 
-The length doubles when all of a draft stands, follows what stood when only a part did, and halves when nothing did.
-Where a guess itself costs time, the length is also at most the one that gains most at the rate at which guesses stood
-of late: with a the chance that the next one stands and c its cost as a share of a step, a draft of L tokens gives
-1 + a + ... + a^L tokens for 1 + c L steps. A rate at which no length gains counts as a failure.
+Every decode in a step waits for the chunks of prompts beside it. So while anybody decodes, chunks are cut to a time:
+the target for the pause between two tokens or, where none is set, `SLOWDOWN` times what the decodes alone would take,
+though never to less than `USUAL` tokens. Beside few decodes these take longer, but less would keep many prompts waiting
+for the sake of a few pauses. Cutting prompts changes no bits.
 
-After failures in a row a sequence pauses for 1, 3, 7, 15, then 31 steps, which bounds what it can lose on text that
-cannot be foretold: one draft in 32 steps.
+What steps cost is learnt from the steps themselves: seconds = decodes + token * prompt tokens, both unknown and
+drifting with the number of decodes and the length of contexts. A Kalman filter with two states follows them, whose
+noise is a share of their size. A step that took much longer than expected (a machine that stood still) counts as twice
+as long.
 """
 
 from __future__ import annotations
 
-START = 2  # the first draft's length at most
-MAX_PAUSE = 31  # steps
-_MEMORY = 0.9  # of what a draft told, this share is left when the next one has been verified
-_HITS, _MISSES = 2.0, 1.0  # as if so much had been seen before the first draft
+from dataclasses import dataclass
+
+SLOWDOWN = 4.0
+USUAL = 64  # tokens, which beside few decodes may take longer than that
+LEAST = 16  # tokens, whatever the target
+GRAIN = 8  # chunks are multiples of it
+
+_DRIFT = 0.1  # of a state, in one step
+_NOISE = 0.15  # of a step's time
+
+
+@dataclass(frozen=True, slots=True)
+class PaceConfig:
+    """`tokens`: so many beside decodes, and nothing is learnt; `target_s`: of a step's time, 0 for `SLOWDOWN` times."""
+
+    tokens: int = 0
+    target_s: float = 0.0
 
 
 class Pace:
-    """The draft lengths of one sequence: at most `most` tokens, each of which costs the share `cost` of a step."""
+    """What steps cost, and what fits the target."""
 
-    __slots__ = ("_cost", "_failures", "_hits", "_length", "_misses", "_most", "_pause", "stopped")
+    def __init__(self, config: PaceConfig) -> None:
+        self._fixed = config.tokens
+        self._target_s = config.target_s
+        self._decodes_s = 0.0  # what a step's decodes take
+        self._token_s = 0.0  # what one prompt token beside them takes
+        self._variance = (0.0, 0.0, 0.0)  # of the first, of both, of the second
 
-    def __init__(self, most: int, cost: float) -> None:
-        self._most, self._cost = most, cost
-        self._length = min(START, most)
-        self._failures = 0  # in a row
-        self._pause = 0
-        self._hits, self._misses = _HITS, _MISSES
-        self.stopped = False
+    def beside_decodes(self) -> int:
+        """Prompt tokens that a step with decodes may hold."""
+        if self._fixed:
+            return self._fixed
+        if not self._token_s:
+            return USUAL
+        target_s = self._target_s or SLOWDOWN * self._decodes_s
+        fitting = int((target_s - self._decodes_s) / self._token_s)
+        return max(LEAST if self._target_s else USUAL, fitting - fitting % GRAIN)
 
-    @property
-    def allowed(self) -> int:
-        """Tokens that a draft may have now."""
-        return 0 if self.stopped or self._pause else self._length
-
-    def rest(self) -> None:
-        """A step went by without a draft."""
-        self._pause = max(0, self._pause - 1)
-
-    def learn(self, drafted: int, accepted: int) -> None:
-        """Of `drafted` tokens the first `accepted` stood."""
-        self._hits = self._hits * _MEMORY + accepted
-        self._misses = self._misses * _MEMORY + (accepted < drafted)
-        best = best_length(self._hits / (self._hits + self._misses), self._cost, self._most) if self._cost else drafted
-        if accepted == 0 or best == 0:
-            self._failures = min(self._failures + 1, MAX_PAUSE.bit_length())
-            self._pause = min((1 << self._failures) - 1, MAX_PAUSE)
-            self._length = max(1, self._length // 2)
+    def learn(self, decodes: int, tokens: int, seconds: float) -> None:
+        """A step with so many decodes and prompt tokens took so long."""
+        if self._fixed or seconds <= 0 or not (decodes or tokens):
             return
-        self._failures = 0
-        self._length = min(self._most, 2 * self._length if accepted == drafted else accepted + 1)
-        if self._cost:
-            self._length = min(self._length, best)
+        if not self._token_s and tokens and (self._decodes_s or not decodes):
+            self._token_s = max(seconds - self._decodes_s * bool(decodes), seconds / 10) / tokens
+            self._variance = (self._variance[0], 0.0, self._token_s**2 / 4)
+        elif not self._decodes_s and decodes and (self._token_s or not tokens):
+            self._decodes_s = max(seconds - self._token_s * tokens, seconds / 10)
+            self._variance = (self._decodes_s**2 / 4, 0.0, self._variance[2])
+        elif self._decodes_s and (self._token_s or not tokens):
+            self._follow(float(bool(decodes)), float(tokens), seconds)
 
-
-def best_length(rate: float, cost: float, most: int) -> int:
-    """The draft length up to `most` that gives the most tokens in a time; 0 if every one gives less than none does."""
-    best, length = 1.0, 0
-    tokens, chance = 1.0, 1.0
-    for tried in range(1, most + 1):
-        chance *= rate
-        tokens += chance
-        if tokens / (1 + cost * tried) > best:
-            best, length = tokens / (1 + cost * tried), tried
-    return length
+    def _follow(self, decodes: float, tokens: float, seconds: float) -> None:
+        """One step of the filter; `decodes` is 1 or 0."""
+        first, both, second = self._variance
+        first += (_DRIFT * self._decodes_s) ** 2
+        second += (_DRIFT * self._token_s) ** 2
+        expected = decodes * self._decodes_s + tokens * self._token_s
+        error = min(seconds, 2 * expected) - expected
+        to_first = first * decodes + both * tokens
+        to_second = both * decodes + second * tokens
+        spread = decodes * to_first + tokens * to_second + (_NOISE * expected) ** 2
+        self._decodes_s = max(self._decodes_s + to_first / spread * error, self._decodes_s / 2)
+        self._token_s = max(self._token_s + to_second / spread * error, self._token_s / 2)
+        self._variance = (
+            max(first - to_first * to_first / spread, 0.0),
+            both - to_first * to_second / spread,
+            max(second - to_second * to_second / spread, 0.0),
+        )

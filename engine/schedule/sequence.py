@@ -11,7 +11,7 @@ import enum
 
 from ..request import Request, TokenLogprobs
 from .blocks import IllegalTransition
-from .prefix import Column, Node
+from .node import Column, Node
 from .step import SlotSampling
 
 
@@ -38,6 +38,7 @@ class Sequence:
     order      arrival number, unique; a lower one came first
     leader     the request's sequence 0, whose prompt the others share (itself for sequence 0)
     tokens     the prompt and every token accepted so far
+    max_wait   steps that the request can wait, as far as they are known
     goal       positions to compute in a whole life: the last token allowed needs no KV
     blocks     per logical block, one physical block of every KV group
     borrowed   how many leading entries of `blocks` were another's when this sequence was admitted
@@ -50,6 +51,9 @@ class Sequence:
     published  full blocks known to the prefix tree, the last of them as `cursor`
     probed     prompt positions that were scheduled with logits, for `prompt_logprobs`, which has those that came back
     charged    positions that were ever scheduled: recomputing is not the tenant's fault
+    is_beam    one of a beam search: which token follows depends on the other beams
+    plain      tokens are all that is wanted of it: no beam, no logprobs
+    woken      whether tier 2 was asked for what it has of the sequence since that was last queued
     """
 
     __slots__ = (
@@ -63,11 +67,14 @@ class Sequence:
         "goal",
         "in_flight",
         "index",
+        "is_beam",
         "leader",
         "max_new",
+        "max_wait",
         "order",
         "pending",
         "phase",
+        "plain",
         "probed",
         "prompt_len",
         "prompt_logprobs",
@@ -76,13 +83,25 @@ class Sequence:
         "scheduled",
         "slot",
         "tokens",
+        "woken",
     )
 
-    def __init__(self, request: Request, index: int, order: int, limit: int, leader: Sequence | None = None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        order: int,
+        limit: int,
+        leader: Sequence | None = None,
+        max_wait: int | None = None,
+    ) -> None:
         self.request = request
         self.index = index
         self.order = order
+        self.max_wait = max_wait
         self.leader = self if leader is None else leader
+        self.is_beam = request.sampling.use_beam_search
+        self.plain = not self.is_beam and request.sampling.logprobs is None
         self.phase = Phase.WAITING
         self.tokens = list(request.prompt)
         self.prompt_len = len(request.prompt)
@@ -103,6 +122,7 @@ class Sequence:
         self.probed = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.charged = 0
+        self.woken = False
         self.cached_tokens = 0
 
     @property
@@ -136,11 +156,6 @@ class Sequence:
     @property
     def _unprobed(self) -> bool:
         return self.wants_prompt and self.probed < self.prompt_len - 1
-
-    @property
-    def is_beam(self) -> bool:
-        """Whether the sequence is one of a beam search: which token follows depends on the other beams."""
-        return self.request.sampling.use_beam_search
 
     @property
     def unit(self) -> int:

@@ -12,10 +12,11 @@ Drafts take what nobody else wants. They are added when the step is otherwise co
 budget and from blocks that remain when every running sequence could still have one more, so that no prompt waits and
 nobody is preempted for their sake.
 
-How long drafts are, and when a sequence makes none for a while, is `pace.py`'s matter. Prompt lookup takes some four
-microseconds of a sequence's step, of which it is asked in the company of few, and loses at most one draft in 32 steps,
-at a sixth of a step each, half a percent. That is why it is on by default: of 32 answers of SmolLM2-135M to ordinary
-prompts, greedy and at temperature 0.8, replayed with the times above, none lost, and the mean gained 15 % to 130 %.
+How long drafts are, and when a sequence makes none for a while, is `draft_length.py`'s matter. Prompt lookup takes
+some four microseconds of a sequence's step, of which it is asked in the company of few, and loses at most one draft in
+32 steps, at a sixth of a step each, half a percent. That is why it is on by default: of 32 answers of SmolLM2-135M to
+ordinary prompts, greedy and at temperature 0.8, replayed with the times above, none lost, and the mean gained 15 % to
+130 %.
 
 With several steps in flight a sequence's last token is not known when its next step is made, and a draft needs it. So
 a sequence for which a draft is foreseen stays out of one step (`waits`) and drafts in the next; one that repeats
@@ -29,8 +30,8 @@ from collections.abc import Collection
 
 from ..config import SpeculativeConfig
 from .draft import Draft
+from .draft_length import DraftLength
 from .memory import KVMemory
-from .pace import Pace
 from .proposer import Proposer
 from .sequence import Sequence
 
@@ -38,7 +39,7 @@ ROW_COST = 1 / 8  # of a step, for a row with a draft that costs something to ma
 
 
 class Speculator:
-    """The pace of every sequence that ever drafted, until it is forgotten."""
+    """The draft lengths of every sequence that ever drafted, until it is forgotten."""
 
     def __init__(self, options: SpeculativeConfig, memory: KVMemory, proposer: Proposer) -> None:
         self._most = min(options.num_speculative_tokens, memory.block_size) if options.method != "none" else 0
@@ -47,16 +48,22 @@ class Speculator:
         self._cost = proposer.cost + ROW_COST if proposer.cost else 0.0
         self._memory = memory
         self._proposer = proposer
-        self._paces: dict[int, Pace] = {}
+        self._lengths: dict[int, DraftLength] = {}
+
+    def may_wait(self, running: int) -> bool:
+        """Whether `waits` can be true of any of so many."""
+        return running <= self._company
 
     def waits(self, seq: Sequence, running: int) -> bool:
         """Whether the sequence, whose last token is being sampled, should get its result before its next step."""
         if running > self._company or seq.in_flight == 0 or self._memory.available <= running:
             return False
-        return self._pace(seq).allowed > 0 and self._proposer.foresees(seq)
+        return self._length(seq).allowed > 0 and self._proposer.foresees(seq)
 
     def extend(self, draft: Draft, running: Collection[Sequence]) -> int:
         """Add drafts to the step's rows that sample after known tokens; how many tokens that is."""
+        if draft.sampling > self._company:
+            return 0
         sampling = [place for place, row in enumerate(draft.rows) if row.samples]
         left = min(draft.left, draft.logits_left, self._rows - len(sampling))
         if left <= 0 or len(sampling) > self._company:
@@ -67,11 +74,11 @@ class Speculator:
             seq = draft.rows[place].seq
             if seq.is_beam or draft.rows[place].known:
                 continue
-            pace = self._pace(seq)
+            length = self._length(seq)
             share = -(-left // (len(sampling) - turn))
-            count = self._fitting(seq, min(pace.allowed, share, seq.goal - seq.scheduled), spare)
+            count = self._fitting(seq, min(length.allowed, share, seq.goal - seq.scheduled), spare)
             if count <= 0 or seq.pending != 1 or not self._proposer.foresees(seq):
-                pace.rest()
+                length.rest()
                 continue
             held = len(seq.blocks)
             self._memory.grow(seq, seq.scheduled + count)
@@ -83,22 +90,22 @@ class Speculator:
 
     def learn(self, seq: Sequence, drafted: int, accepted: int) -> None:
         """A chunk of this sequence with `drafted` drafts was verified."""
-        self._paces[seq.order].learn(drafted, accepted)
+        self._lengths[seq.order].learn(drafted, accepted)
 
     def stop(self, seq: Sequence) -> None:
         """Draft no more for this sequence."""
-        self._paces[seq.order].stopped = True
+        self._lengths[seq.order].stopped = True
 
     def forget(self, seq: Sequence) -> None:
         """The sequence has ended."""
-        self._paces.pop(seq.order, None)
+        self._lengths.pop(seq.order, None)
         self._proposer.forget(seq)
 
-    def _pace(self, seq: Sequence) -> Pace:
-        pace = self._paces.get(seq.order)
-        if pace is None:
-            pace = self._paces[seq.order] = Pace(self._most, self._cost)
-        return pace
+    def _length(self, seq: Sequence) -> DraftLength:
+        length = self._lengths.get(seq.order)
+        if length is None:
+            length = self._lengths[seq.order] = DraftLength(self._most, self._cost)
+        return length
 
     def _fitting(self, seq: Sequence, count: int, spare: int) -> int:
         """How many of `count` more positions fit the blocks that the sequence has or may take."""

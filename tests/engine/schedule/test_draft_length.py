@@ -2,7 +2,7 @@
 
 import random
 
-from llmctl.engine.schedule.pace import MAX_PAUSE, Pace, best_length
+from llmctl.engine.schedule.draft_length import MAX_PAUSE, DraftLength, best_length
 
 
 def test_a_guess_that_never_fails_is_worth_the_longest_draft_unless_it_costs_a_step():
@@ -17,7 +17,7 @@ def test_the_best_length_gives_the_most_tokens_in_a_time():
 
 
 def test_guesses_that_cost_nothing_double_while_all_stand():
-    pace, lengths = Pace(8, 0.0), []
+    pace, lengths = DraftLength(8, 0.0), []
     for _ in range(4):
         lengths.append(pace.allowed)
         pace.learn(pace.allowed, pace.allowed)
@@ -26,7 +26,7 @@ def test_guesses_that_cost_nothing_double_while_all_stand():
 
 def drafts_of(rate: float, cost: float, steps: int = 400) -> list[int]:
     """The lengths of the drafts of a sequence whose guesses stand with this chance, 0 for steps without."""
-    pace, rng, lengths = Pace(6, cost), random.Random(3), []
+    pace, rng, lengths = DraftLength(6, cost), random.Random(3), []
     for _ in range(steps):
         length = pace.allowed
         lengths.append(length)
@@ -51,7 +51,7 @@ def test_guesses_that_rarely_stand_are_tried_ever_less_though_some_stand():
 
 
 def test_guesses_that_become_good_are_found_out():
-    pace = Pace(6, 0.3)
+    pace = DraftLength(6, 0.3)
     for _ in range(100):
         if pace.allowed:
             pace.learn(pace.allowed, 0)
