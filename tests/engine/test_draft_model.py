@@ -32,6 +32,9 @@ WAYS = (
                                      "max_model_len": 200}),
     Way("a draft model, two steps in flight, preempted", {"num_gpu_blocks_override": 26, "block_size": 8,
                                                           "max_num_seqs": 6, "max_model_len": 200, "async_depth": 2}),
+    Way("a draft model, preempted to a swap space", {"num_gpu_blocks_override": 26, "block_size": 8, "max_num_seqs": 6,
+                                                     "max_model_len": 200, "swap_space": 0.01,
+                                                     "preemption_mode": "swap"}),
     Way("a draft model, in an engine process", {"max_num_seqs": 4}, process=True),
 )  # fmt: skip
 
