@@ -97,7 +97,7 @@ def resolve(config: EngineConfig, model: Model, draft: Model | None = None) -> t
         async_depth=config.async_depth,
         tier_blocks=budget.tier_blocks,
         tier_folder=str(environment().cache / "swap"),
-        bytes_per_block=budget.bytes_per_block,
+        bytes_per_block=budget.swapped_bytes_per_block,
         preemption_mode=config.preemption_mode,
         speculation=config.speculative_config,
     )
