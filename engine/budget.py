@@ -80,6 +80,11 @@ class MemoryBudget:
         return self.kv_bytes_per_token * self.block_size
 
     @property
+    def swapped_bytes_per_block(self) -> int:
+        """Bytes of a block that the swap space keeps: what the draft model has of it is computed again."""
+        return self.bytes_per_block - (0 if self.draft is None else self.draft.kv_bytes_per_token * self.block_size)
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of the KV pool."""
         return self.bytes_per_block * self.num_blocks
@@ -87,7 +92,7 @@ class MemoryBudget:
     @property
     def tier_bytes(self) -> int:
         """Bytes of the swap space, at most."""
-        return self.bytes_per_block * self.tier_blocks
+        return self.swapped_bytes_per_block * self.tier_blocks
 
     @property
     def num_tokens(self) -> int:
@@ -177,7 +182,7 @@ def memory_budget(
         block_size=config.block_size,
         num_blocks=_pool_blocks(config, length, room, per_token, kv, demand),
         max_model_len=length,
-        tier_blocks=_tier_blocks(config, per_token),
+        tier_blocks=_tier_blocks(config, kv_bytes_per_token(spec, kv)),
         draft=share,
     )
 

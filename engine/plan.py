@@ -97,7 +97,7 @@ def resolve(config: EngineConfig, model: Model, draft: Model | None = None) -> t
         async_depth=config.async_depth,
         tier_blocks=budget.tier_blocks,
         tier_folder=str(environment().cache / "swap"),
-        bytes_per_block=budget.bytes_per_block,
+        bytes_per_block=budget.swapped_bytes_per_block,
         preemption_mode=config.preemption_mode,
         speculation=config.speculative_config,
     )
@@ -116,6 +116,7 @@ def _with_draft(plan: Plan, draft: Model, budget: MemoryBudget) -> Plan:
         kv_format=budget.draft.kv_format,
         max_logit_rows=min(plan.max_num_seqs, plan.max_num_batched_tokens),
         async_depth=1,
+        tier_blocks=0,
         speculation=NO_SPECULATION,
     )
     return msgspec.structs.replace(plan, draft=own)

@@ -69,7 +69,7 @@ class Roster:
 
     def enqueue(self, seq: Sequence) -> None:
         """Let the sequence wait for its turn."""
-        self.waiting.push(seq, self._memory.tokens_of(self.admission.start(seq)), self._counts.steps)
+        self.waiting.push(seq, self._memory.known_of(self.admission.start(seq)), self._counts.steps)
 
     def enter(self, draft: Draft, seq: Sequence, start: Start) -> None:
         """Give the sequence a slot and its first blocks."""
