@@ -39,6 +39,7 @@ def plan(context: typer.Context, config: MemoryOptions, json: Json = False) -> N
     Only headers are read; a model that is not on this machine is fetched first.
     """
     from ...engine.budget import memory_budget
+    from ...engine.load.disk import check_swap_room
     from ...kernels.device import read_machine
 
     console: Console = context.obj
@@ -47,6 +48,8 @@ def plan(context: typer.Context, config: MemoryOptions, json: Json = False) -> N
     spec, size = described(source, config)
     beside = None if draft is None else model_size(draft, config)
     budget = memory_budget(spec, size.bytes, tuple(size.formats), config, read_machine().memory_available, beside)
+    if budget.tier_blocks:
+        check_swap_room(environment().cache, budget.tier_bytes)
     if json:
         console.json(as_json(source.name, size, budget))
     else:
