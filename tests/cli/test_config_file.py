@@ -79,7 +79,7 @@ def test_speculation_is_spelt_out_or_written_as_on_the_command_line(console, ser
         ("engine:\n  max_num_seq: 3\n", "unknown key `engine.max_num_seq`", "did you mean `max_num_seqs`?"),
         ("scheduler:\n  polcy: fcfs\n", "unknown key `scheduler.polcy`", "did you mean `policy`?"),
         ("cache:\n  gpu_memory_utilization: 1.5\n", "--gpu-memory-utilization is 1.5", "nine tenths"),
-        ("cache:\n  swap_space: 4\n", "has no meaning here", "nothing is swapped"),
+        ("cache:\n  cpu_offload_gb: 4\n", "has no meaning here", "in this machine's memory"),
         ("motor:\n  threads: 2\n", "has a section `motor`", "sections are: engine"),
         ("motor.threads: 2\n", "unknown key `motor.threads`", ""),
         ("engine:\n  max_num_seqs: many\n", "`many` is not a count", ""),
