@@ -222,7 +222,7 @@ class Guesser:
     def propose(self, wanted):
         self.asked += len(wanted)
         for seq, count in wanted:
-            assert 0 < count and seq.scheduled + count <= min(seq.goal, 4 * len(seq.blocks))
+            assert count > 0 and seq.scheduled + count <= min(seq.goal, 4 * len(seq.blocks))
         return [
             tuple(self.rng.randrange(self.vocab) for _ in range(self.rng.randrange(count + 1))) for _, count in wanted
         ]
