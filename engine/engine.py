@@ -104,7 +104,8 @@ class Engine:
 
     def stats(self) -> SchedulerStats:
         """Counters of the scheduler and the KV pool as they are now."""
-        return dataclasses.replace(self._scheduler.stats(), scheduler_s=self._scheduler_s, step_s=self._step_s)
+        stats = self._scheduler.stats()
+        return dataclasses.replace(stats, scheduler_s=self._scheduler_s - stats.draft_s, step_s=self._step_s)
 
     def close(self) -> None:
         """Wait for the steps in flight and release the runner."""
