@@ -304,7 +304,7 @@ def engine_config(
         typer.Option(
             "--itl-target-ms",
             metavar="MS",
-            help="How long prompts may let others wait for their next token; 0: four times as long as without prompts.",
+            help="How long prompts may let others wait for a token; 0: three times as long as without prompts.",
         ),
     ] = _DEFAULT.itl_target_ms,
     max_prefill_tokens_beside_decode: Annotated[

@@ -132,7 +132,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     gpu_memory_utilization  share of the available memory, on any device, that weights, workspace and KV pool may take
                             together; 0: a quarter of what the first two leave goes to the pool
     tenant_weights          shares of tenants (API keys, or `user`) in the fair queue; 1 for who is not named
-    itl_target_ms           pause between tokens that prompts beside decodes may cause; 0: four times a step of decodes
+    itl_target_ms           pause between tokens that prompts beside decodes may cause; 0: three times a step of decodes
     max_prefill_tokens_beside_decode  prompt tokens of a step with decodes, whatever they cost; 0: as the target allows
     swap_space              GiB of disk for blocks that the KV pool has no room for (tier 2 of the prefix cache)
     preemption_mode         what a preempted sequence comes back by: swap (its blocks are in swap_space), recompute
