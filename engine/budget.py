@@ -26,6 +26,8 @@ POOL_SHARE = 4
 MIN_RESERVE = 256 << 20
 RESERVE_SHARE = 20
 
+SLIDING_WINDOW = "sliding_window"  # what vLLM calls the layers with a window
+
 # `kv_cache_dtype` to the kind of KVFormat, where the two differ.
 _KINDS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "fp8": "fp8_e4m3"}
 
@@ -37,6 +39,7 @@ class MemoryBudget:
     workspace   activations of one step, logits, rope tables and what is kept per sequence
     reserve     left alone
     kv_format   the kind of KVFormat
+    kv_formats  the kind of each layer; `kv_format` where --kv-cache-dtype-skip-layers does not keep one as it is
     num_blocks  KV blocks of `block_size` tokens; together they are one arena
     """
 
@@ -49,6 +52,7 @@ class MemoryBudget:
     block_size: int
     num_blocks: int
     max_model_len: int
+    kv_formats: tuple[str, ...]
 
     @property
     def bytes_per_block(self) -> int:
@@ -90,12 +94,33 @@ def choose_kv_format(config: EngineConfig, weight_formats: Sequence[str]) -> KVF
     return KVFormat(only.pop() if only in ({"f32"}, {"bf16"}) else "f16")
 
 
-def kv_bytes_per_token(spec: DecoderSpec, kv: KVFormat) -> int:
-    """Bytes of K and V of one token in all layers, scales included.
+def kv_format_of_layers(spec: DecoderSpec, config: EngineConfig, weight_formats: Sequence[str]) -> tuple[KVFormat, ...]:
+    """How each layer's K and V are stored; UsageError for skipped layers that the model does not have."""
+    asked = choose_kv_format(config, weight_formats)
+    skipped: set[int] = set()
+    for name in config.kv_cache_dtype_skip_layers:
+        windows = [layer for layer in range(spec.num_layers) if spec.window(layer)]
+        if name == SLIDING_WINDOW and windows:
+            skipped.update(windows)
+        elif name.isdecimal() and int(name) < spec.num_layers:
+            skipped.add(int(name))
+        else:
+            raise UsageError(
+                f"--kv-cache-dtype-skip-layers names `{name}`",
+                f"this model's layers are 0 to {spec.num_layers - 1}"
+                + (f", and `{SLIDING_WINDOW}` stands for {len(windows)} of them" if windows else ", none has a window"),
+            )
+    whole = choose_kv_format(msgspec.structs.replace(config, kv_cache_dtype="auto"), weight_formats)
+    return tuple(whole if layer in skipped else asked for layer in range(spec.num_layers))
+
+
+def kv_bytes_per_token(spec: DecoderSpec, *formats: KVFormat) -> int:
+    """Bytes of K and V of one token in all layers, scales included: of one format, or one for each layer.
 
     Every layer keeps every position, also one with a window.
     """
-    return 2 * spec.num_layers * spec.num_kv_heads * kv.head_bytes(spec.head_dim)
+    each = formats * spec.num_layers if len(formats) == 1 else formats
+    return sum(2 * spec.num_kv_heads * kv.head_bytes(spec.head_dim) for kv in each)
 
 
 def memory_budget(
@@ -129,7 +154,8 @@ def memory_budget(
             or f"free at least {format_bytes(1 - room)} of memory, or choose a model with smaller weights",
         )
     kv = choose_kv_format(config, weight_formats)
-    per_token = kv_bytes_per_token(spec, kv)
+    formats = kv_format_of_layers(spec, config, weight_formats)
+    per_token = kv_bytes_per_token(spec, *formats)
     return MemoryBudget(
         available=available_bytes,
         weights=weight_bytes,
@@ -140,6 +166,7 @@ def memory_budget(
         block_size=config.block_size,
         num_blocks=_pool_blocks(config, length, room, per_token, kv),
         max_model_len=length,
+        kv_formats=tuple(form.kind for form in formats),
     )
 
 

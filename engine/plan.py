@@ -28,6 +28,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     weight_formats: tuple[str, ...]
     kv_format: str
+    kv_formats: tuple[str, ...]
     block_size: int
     num_blocks: int
     max_model_len: int
@@ -44,7 +45,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def fingerprint(self) -> str:
         """Two engines with the same fingerprint give the same bits."""
         same_bits = (
-            *(self.digest, self.model_impl, self.isa, self.bits, self.weight_formats, self.kv_format),
+            *(self.digest, self.model_impl, self.isa, self.bits, self.weight_formats, self.kv_formats),
             registry.build_id(),
         )
         return "llmctl-" + hashlib.sha256(msgspec.json.encode(same_bits)).hexdigest()[:16]
@@ -70,6 +71,7 @@ def resolve(config: EngineConfig, model: Model) -> tuple[Plan, MemoryBudget]:
         threads=threads,
         weight_formats=formats,
         kv_format=budget.kv_format,
+        kv_formats=budget.kv_formats,
         block_size=config.block_size,
         num_blocks=budget.num_blocks,
         max_model_len=budget.max_model_len,
