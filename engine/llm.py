@@ -81,8 +81,12 @@ class LLM:
         tokenizer: str | None = None,
         dtype: str = "auto",
         kv_cache_dtype: str = "auto",
+<<<<<<< HEAD
         kv_cache_dtype_skip_layers: Sequence[str] = (),
         max_model_len: int = 0,
+=======
+        max_model_len: int | None = None,
+>>>>>>> main
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
         block_size: int = 32,
@@ -91,9 +95,11 @@ class LLM:
         gpu_memory_utilization: float = 0.0,
         enable_prefix_caching: bool = True,
         cache_audit: float = 0.0,
+        swap_space: float = 0.0,
+        preemption_mode: str = "auto",
         scheduling_policy: str = "hybrid",
         threads: int = 0,
-        seed: int = 0,
+        seed: int | None = None,
         async_depth: int = 1,
         kernels: str = "auto",
         model_impl: str = "auto",
@@ -107,8 +113,12 @@ class LLM:
             model=model,
             dtype=_DTYPE_NAMES.get(dtype, dtype),
             kv_cache_dtype=kv_cache_dtype,
+<<<<<<< HEAD
             kv_cache_dtype_skip_layers=tuple(kv_cache_dtype_skip_layers),
             max_model_len=max_model_len,
+=======
+            max_model_len=0 if max_model_len is None else max_model_len,
+>>>>>>> main
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,
@@ -117,9 +127,11 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
             cache_audit=cache_audit,
+            swap_space=swap_space,
+            preemption_mode=preemption_mode,
             scheduling_policy=scheduling_policy,
             threads=threads,
-            seed=seed,
+            seed=0 if seed is None else seed,
             async_depth=async_depth,
             kernels=kernels,
             model_impl=model_impl,

@@ -65,7 +65,7 @@ class Roster:
 
     def enqueue(self, seq: Sequence) -> None:
         """Let the sequence wait for its turn."""
-        self.waiting.push(seq, self._memory.tokens_of(self.admission.start(seq)), self._counts.steps)
+        self.waiting.push(seq, self._memory.known_of(self.admission.start(seq)), self._counts.steps)
 
     def enter(self, draft: Draft, seq: Sequence, start: Start) -> None:
         """Give the sequence a slot and its first blocks."""
@@ -131,6 +131,6 @@ class Roster:
         seq.move(Phase.PREEMPTED)
         self._counts.preemptions += 1
         del self.running[seq.order]
-        self._memory.release(seq)
+        self._memory.preempt(seq)
         seq.scheduled = seq.computed = 0
         self.slots.free(seq)
