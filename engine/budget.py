@@ -75,12 +75,9 @@ class MemoryBudget:
     block_size: int
     num_blocks: int
     max_model_len: int
-<<<<<<< HEAD
     kv_formats: tuple[str, ...]
-=======
     tier_blocks: int = 0
     draft: DraftShare | None = None
->>>>>>> main
 
     @property
     def bytes_per_block(self) -> int:
@@ -199,12 +196,9 @@ def memory_budget(
             or f"free at least {format_bytes(1 - room)} of memory, or choose a model with smaller weights",
         )
     kv = choose_kv_format(config, weight_formats)
-<<<<<<< HEAD
     formats = kv_format_of_layers(spec, config, weight_formats)
-    per_token = kv_bytes_per_token(spec, *formats)
-=======
-    per_token = kv_bytes_per_token(spec, kv) + (0 if share is None else share.kv_bytes_per_token)
->>>>>>> main
+    own_per_token = kv_bytes_per_token(spec, *formats)
+    per_token = own_per_token + (0 if share is None else share.kv_bytes_per_token)
     return MemoryBudget(
         available=available_bytes,
         weights=weight_bytes,
@@ -215,12 +209,9 @@ def memory_budget(
         block_size=config.block_size,
         num_blocks=_pool_blocks(config, length, room, per_token, kv, demand),
         max_model_len=length,
-<<<<<<< HEAD
         kv_formats=tuple(form.kind for form in formats),
-=======
-        tier_blocks=_tier_blocks(config, kv_bytes_per_token(spec, kv)),
+        tier_blocks=_tier_blocks(config, own_per_token),
         draft=share,
->>>>>>> main
     )
 
 

@@ -81,12 +81,8 @@ class LLM:
         tokenizer: str | None = None,
         dtype: str = "auto",
         kv_cache_dtype: str = "auto",
-<<<<<<< HEAD
         kv_cache_dtype_skip_layers: Sequence[str] = (),
-        max_model_len: int = 0,
-=======
         max_model_len: int | None = None,
->>>>>>> main
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
         block_size: int = 32,
@@ -113,12 +109,8 @@ class LLM:
             model=model,
             dtype=_DTYPE_NAMES.get(dtype, dtype),
             kv_cache_dtype=kv_cache_dtype,
-<<<<<<< HEAD
             kv_cache_dtype_skip_layers=tuple(kv_cache_dtype_skip_layers),
-            max_model_len=max_model_len,
-=======
             max_model_len=0 if max_model_len is None else max_model_len,
->>>>>>> main
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,

@@ -116,6 +116,7 @@ def _with_draft(plan: Plan, draft: Model, budget: MemoryBudget) -> Plan:
         model_impl=draft.implementation,
         weight_formats=draft.weight_formats,
         kv_format=budget.draft.kv_format,
+        kv_formats=(budget.draft.kv_format,) * draft.spec.num_layers,
         max_logit_rows=min(plan.max_num_seqs, plan.max_num_batched_tokens),
         async_depth=1,
         tier_blocks=0,
