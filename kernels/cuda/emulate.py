@@ -35,8 +35,11 @@ _COMMON = ("-std=c++20", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "
 _KERNEL = {
     "values": ("-O2", "-Wno-unknown-pragmas"),
     # Small functions inlined, no vectors: a report then names one line. Statics need no guards in one thread.
-    "checked": ("-O1", "-g1", "-fno-tree-vectorize", "-fsanitize=thread", "-fno-threadsafe-statics", "-Wno-unknown-pragmas"),
-}  # fmt: skip
+    "checked": (
+        *("-O1", "-g1", "-fno-tree-vectorize", "-fsanitize=thread", "-fno-threadsafe-statics"),
+        "-Wno-unknown-pragmas",
+    ),
+}
 _MACHINE_FLAGS = {"values": ("-O2",), "checked": ("-O2", "-DLLMCTL_EMU_CHECK")}
 
 
@@ -72,7 +75,7 @@ class Emulation:
     def register(
         self, address: int, num_bytes: int, name: str, *, written: bool = True, read_only: bool = False
     ) -> None:
-        """Memory that kernels may touch in the checked build; not `written`: to read it before a kernel wrote is wrong."""
+        """Memory that kernels may touch in the checked build; not `written`: a kernel has to write before one reads."""
         self.library.emu_register(
             ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), name.encode(), written, read_only
         )

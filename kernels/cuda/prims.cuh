@@ -60,6 +60,8 @@ LLMCTL_DEVICE float to_float(Half v) {
 #endif
 }
 
+LLMCTL_DEVICE float infinity() { return float_of(0x7f800000u); }
+
 // Two floats rounded to nearest even, `low` in the lower half.
 template <class T>
 LLMCTL_DEVICE uint32_t pack_pair(float low, float high) {

@@ -1,6 +1,6 @@
 """`Kernel`: one specialization of one template, and the text that it is compiled from.
 
-The same record goes to NVRTC (jit.py) and to the CPU's compiler (emulate.py), so that what tests run is what a GPU gets.
+The same record goes to NVRTC (jit.py) and to the CPU's compiler (emulate.py): what tests run is what a GPU gets.
 """
 
 from __future__ import annotations
