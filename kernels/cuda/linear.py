@@ -14,12 +14,20 @@ from ..formats import WeightFormat
 from . import pack
 from .call import Call
 from .source import Kernel
-from .tiles import Tile, shared_bytes
+from .tiles import SHARED_LIMIT, UNIT, Tile, choose_splits, choose_tile, shared_bytes
+from .types import ACTIVATIONS, ELEMENT_BYTES, ELEMENTS
 
 End = Literal["store", "add", "silu", "gelu"]
-ELEMENTS = {"f32": "float", "f16": "Half", "bf16": "Bf16"}
-WEIGHTS = {"int4": "WeightInt4", "nf4": "WeightNf4", "int8": "WeightInt8", "fp8_e4m3": "WeightE4m3", **ELEMENTS}
+WEIGHTS = {
+    "int4": "WeightInt4",
+    "nf4": "WeightNf4",
+    "int8": "WeightInt8",
+    "fp8_e4m3": "WeightE4m3",
+    **{kind: ELEMENTS[kind] for kind in ACTIVATIONS},
+}
 ENDS = {"store": "End::kStore", "add": "End::kAdd", "silu": "End::kSilu", "gelu": "End::kGelu"}
+VECTOR_WARPS = 8
+FMA_ROWS, FMA_PANELS, FMA_SHARED = 32, 4, 4 * (32 + 64) * 68  # linear_fma.cuh
 ZEROS = {"none": "Zero::kNone", "int": "Zero::kInt", "min": "Zero::kMin"}
 
 
@@ -71,11 +79,42 @@ def refusal(layer: Linear) -> str | None:
         return str(error)
     if layer.inputs % 8 != 0:
         return f"{layer.inputs} inputs are no multiple of 8"
-    if layer.weight.is_float and layer.weight.kind != layer.dtype:
+    if layer.dtype not in ACTIVATIONS:
+        return f"activations are {layer.dtype}; known are {', '.join(ACTIVATIONS)}"
+    if layer.weight.is_float and layer.dtype not in (layer.weight.kind, "f32"):
         return f"a {layer.weight.kind} weight with {layer.dtype} activations"
     if layer.end in ("silu", "gelu") and layer.outputs % pack.PANEL != 0:
         return f"{layer.outputs} outputs of gates and ups are no multiple of {pack.PANEL}"
     return None
+
+
+def linear_calls(layer: Linear, rows: int, at: Addresses, processors: int, *, deterministic: bool) -> list[Call]:
+    """What computes the layer for this many rows on a GPU with so many SMs.
+
+    deterministic  a row gives the same bits however many there are: one kernel for all, and splits by the inputs alone
+    """
+    if rows == 1 and not deterministic and vector_shared(layer) <= SHARED_LIMIT:
+        return [vector_call(layer, rows, at)]
+    if layer.dtype == "f32":
+        return [fma_call(layer, rows, at)]
+    return mma_calls(layer, rows, at, *_cut(layer, rows, processors, deterministic))
+
+
+def linear_workspace(layer: Linear, rows: int, processors: int, *, deterministic: bool) -> int:
+    """Bytes that `Addresses.sums` must have for any number of rows up to this one."""
+    if layer.dtype == "f32":
+        return 0
+    # More rows may need less: they take larger tiles, and fewer splits.
+    counts = (*(count for count in (1, 16, 17, 32, 33, 64, 65, 128, 129) if count < rows), rows)
+    return max(workspace_bytes(layer, count, _cut(layer, count, processors, deterministic)[1]) for count in counts)
+
+
+def _cut(layer: Linear, rows: int, processors: int, deterministic: bool) -> tuple[Tile, int, int]:
+    tile = choose_tile(rows, layer.weight)
+    splits = choose_splits(
+        tile, rows, layer.outputs, layer.inputs, layer.weight, processors, deterministic=deterministic
+    )
+    return tile, *splits
 
 
 def mma_kernel(layer: Linear, tile: Tile, *, grouped: bool = False) -> Kernel:
@@ -85,6 +124,40 @@ def mma_kernel(layer: Linear, tile: Tile, *, grouped: bool = False) -> Kernel:
         "linear_mma.cuh",
         f"linear_mma<{_types(layer)}, {shape}, {ENDS[layer.end]}, {'true' if grouped else 'false'}>",
     )
+
+
+def vector_kernel(layer: Linear) -> Kernel:
+    return Kernel("linear_vector.cuh", f"linear_vector<{_types(layer)}, {VECTOR_WARPS}, {ENDS[layer.end]}>")
+
+
+def fma_kernel(layer: Linear) -> Kernel:
+    assert layer.dtype == "f32", layer.dtype
+    types = _types(layer).removeprefix("float, ")
+    return Kernel("linear_fma.cuh", f"linear_fma<{types}, {ENDS[layer.end]}>")
+
+
+def vector_shared(layer: Linear) -> int:
+    """Dynamic shared memory of linear_vector: the row, and a panel's sums of each warp."""
+    return -(-layer.inputs // UNIT) * UNIT * ELEMENT_BYTES[layer.dtype] + 4 * pack.PANEL * VECTOR_WARPS
+
+
+def vector_call(layer: Linear, rows: int, at: Addresses) -> Call:
+    """Each row by itself, from a weight that is read as often."""
+    arguments = (
+        _p(at.y), _p(at.x), *_weight(layer, at.weight), _p(at.bias), _p(at.residual),
+        _i(layer.outputs), _i(layer.inputs), _i(layer.width),
+    )  # fmt: skip
+    return Call(vector_kernel(layer), (layer.panels, rows, 1), 32 * VECTOR_WARPS, vector_shared(layer), arguments)
+
+
+def fma_call(layer: Linear, rows: int, at: Addresses) -> Call:
+    """float32 throughout."""
+    arguments = (
+        _p(at.y), _p(at.x), *_weight(layer, at.weight), _p(at.bias), _p(at.residual),
+        _i(rows), _i(layer.outputs), _i(layer.inputs), _i(layer.width),
+    )  # fmt: skip
+    grid = (-(-layer.panels // FMA_PANELS), -(-rows // FMA_ROWS), 1)
+    return Call(fma_kernel(layer), grid, 128, FMA_SHARED, arguments)
 
 
 def reduce_kernel(layer: Linear) -> Kernel:

@@ -35,6 +35,18 @@ constexpr int kUnitBytes = kUnitVectors<W> * 512;
 template <class W>
 constexpr bool kScaled = kWeightBits<W> < 16;
 
+// In which type codes become values on their way to float32.
+template <class W>
+struct DecodedOf {
+  using Type = Half;
+};
+template <>
+struct DecodedOf<Bf16> {
+  using Type = Bf16;
+};
+template <class W>
+using Decoded = typename DecodedOf<W>::Type;
+
 // What is subtracted from a code, in the two forms that Int4's arithmetic wants.
 struct ZeroPair {
   uint32_t even, odd;
@@ -64,30 +76,41 @@ LLMCTL_DEVICE void int4_fragment(uint32_t (&b)[2], uint32_t word, int half, cons
   }
 }
 
-// The low, or high, bytes of the sixteen values of NF4 (QLoRA, arXiv 2305.14314, appendix E) rounded to T.
+// The sixteen values of NF4 (QLoRA, arXiv 2305.14314, appendix E) rounded to T: row p has their bytes p, the lowest first.
 template <class T>
-LLMCTL_DEVICE uint32_t nf4_bytes(bool high, uint32_t nibbles) {
-  uint32_t table[4];
-  if constexpr (kSame<T, Half>) {
-    table[0] = high ? 0xb6b8b9bcu : 0x52339200u;
-    table[1] = high ? 0x00adb1b4u : 0x00d4ea8du;
-    table[2] = high ? 0x3533312du : 0x68e02618u;
-    table[3] = high ? 0x3c393837u : 0x00c9800du;
-  } else {
-    table[0] = high ? 0xbebfbfbfu : 0xca063280u;
-    table[1] = high ? 0x00bdbebeu : 0x00ba3d92u;
-    table[2] = high ? 0x3e3e3e3du : 0xad7c25a3u;
-    table[3] = high ? 0x3f3f3f3eu : 0x803910e2u;
-  }
+struct Nf4Table;
+template <>
+struct Nf4Table<Half> {
+  static constexpr uint32_t kBytes[2][4] = {{0x52339200u, 0x00d4ea8du, 0x68e02618u, 0x00c9800du},
+                                            {0xb6b8b9bcu, 0x00adb1b4u, 0x3533312du, 0x3c393837u}};
+};
+template <>
+struct Nf4Table<Bf16> {
+  static constexpr uint32_t kBytes[2][4] = {{0xca063280u, 0x00ba3d92u, 0xad7c25a3u, 0x803910e2u},
+                                            {0xbebfbfbfu, 0x00bdbebeu, 0x3e3e3e3du, 0x3f3f3f3eu}};
+};
+template <>
+struct Nf4Table<float> {
+  static constexpr uint32_t kBytes[4][4] = {
+      {0xa030b100u, 0x00713f4du, 0x3adde3ffu, 0x00b3abb8u},
+      {0x326b3900u, 0x007835a2u, 0x0304cafau, 0x001307a4u},
+      {0xca063280u, 0x00ba3d91u, 0xad7c24a2u, 0x803910e1u},
+      {0xbebfbfbfu, 0x00bdbebeu, 0x3e3e3e3du, 0x3f3f3f3eu}};
+};
+
+// Byte kByte of the values that four nibbles name.
+template <class T, int kByte>
+LLMCTL_DEVICE uint32_t nf4_bytes(uint32_t nibbles) {
+  constexpr uint32_t kA = Nf4Table<T>::kBytes[kByte][0], kB = Nf4Table<T>::kBytes[kByte][1];
+  constexpr uint32_t kC = Nf4Table<T>::kBytes[kByte][2], kD = Nf4Table<T>::kBytes[kByte][3];
   const uint32_t within = nibbles & 0x7777u;
-  const uint32_t lower = pick_bytes(table[0], table[1], within), upper = pick_bytes(table[2], table[3], within);
-  return pick_bytes(lower, upper, 0x3210u | (nibbles & 0x8888u) >> 1);
+  return pick_bytes(pick_bytes(kA, kB, within), pick_bytes(kC, kD, within), 0x3210u | (nibbles & 0x8888u) >> 1);
 }
 
 template <class T>
 LLMCTL_DEVICE void nf4_fragment(uint32_t (&b)[2], uint32_t word, int half) {
   const uint32_t nibbles = word >> 16 * half & 0xffffu;
-  const uint32_t low = nf4_bytes<T>(false, nibbles), high = nf4_bytes<T>(true, nibbles);
+  const uint32_t low = nf4_bytes<T, 0>(nibbles), high = nf4_bytes<T, 1>(nibbles);
   b[0] = pick_bytes(low, high, 0x5140);
   b[1] = pick_bytes(low, high, 0x7362);
 }
@@ -136,6 +159,33 @@ LLMCTL_DEVICE void fragment(uint32_t (&b)[2], const Vec4 (&unit)[kUnitVectors<W>
     static_assert(kSame<T, W>);
     b[0] = unit[step].w[2 * half];
     b[1] = unit[step].w[2 * half + 1];
+  }
+}
+
+// The same four inputs as float32 values: of codes before they are scaled, exactly.
+template <class W>
+LLMCTL_DEVICE void values(float (&v)[4], const Vec4 (&unit)[kUnitVectors<W>], int step, int half, const ZeroPair& zero) {
+  if constexpr (kSame<W, float>) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = float_of(unit[2 * step + half].w[i]);
+  } else if constexpr (kSame<W, WeightNf4>) {
+    const uint32_t nibbles = unit[0].w[step] >> 16 * half & 0xffffu;
+    const uint32_t b0 = nf4_bytes<float, 0>(nibbles), b1 = nf4_bytes<float, 1>(nibbles);
+    const uint32_t b2 = nf4_bytes<float, 2>(nibbles), b3 = nf4_bytes<float, 3>(nibbles);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t low = pick_bytes(b0, b1, 0x40u + 0x11u * i), high = pick_bytes(b2, b3, 0x40u + 0x11u * i);
+      v[i] = float_of(pick_bytes(low, high, 0x5410));
+    }
+  } else {
+    using T = Decoded<W>;
+    uint32_t b[2];
+    fragment<T, W>(b, unit, step, half, zero);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      v[2 * i] = low_of<T>(b[i]);
+      v[2 * i + 1] = high_of<T>(b[i]);
+    }
   }
 }
 

@@ -11,8 +11,17 @@ import numpy as np
 import pytest
 
 from llmctl.kernels.cuda import tiles
+from llmctl.kernels.cuda.call import Call
 from llmctl.kernels.cuda.emulate import Emulation, Mode, build
-from llmctl.kernels.cuda.linear import Linear, mma_calls, mma_kernel, reduce_kernel, refusal, workspace_bytes
+from llmctl.kernels.cuda.linear import (
+    Addresses,
+    Linear,
+    fma_call,
+    mma_calls,
+    refusal,
+    vector_call,
+    workspace_bytes,
+)
 from llmctl.kernels.cuda.source import Kernel
 from llmctl.kernels.formats import WeightFormat
 
@@ -21,11 +30,11 @@ from .linear_worlds import LIMITS, World, make_world, run
 
 @dataclass(frozen=True)
 class Case:
-    """A layer, how many rows, which tile, and how many splits."""
+    """A layer, how many rows, which tile of linear_mma (None: not that kernel), and how many splits."""
 
     layer: Linear
     rows: int
-    tile: tiles.Tile
+    tile: tiles.Tile | None
     splits: int = 1
     kind: str = "normal"
     bias: bool = False
@@ -33,7 +42,7 @@ class Case:
     @property
     def name(self) -> str:
         layer, tile = self.layer, self.tile
-        shape = f"m{self.rows}-{layer.outputs}x{layer.inputs}-{tile.rows}x{16 * tile.panels}"
+        shape = f"m{self.rows}-{layer.outputs}x{layer.inputs}-{f'{tile.rows}x{16 * tile.panels}' if tile else 'plain'}"
         return f"{layer.dtype}-{layer.weight.name}-{layer.end}-{shape}-s{self.splits}-{self.kind}{'-bias' * self.bias}"
 
     @property
@@ -44,7 +53,14 @@ class Case:
 
     @property
     def kernels(self) -> list[Kernel]:
-        return [mma_kernel(self.layer, self.tile), *([reduce_kernel(self.layer)] if self.splits > 1 else [])]
+        return [call.kernel for call in self.calls(Addresses(0, 0, 0, sums=1), self.rows)]
+
+    def calls(self, at: Addresses, rows: int) -> list[Call]:
+        if self.tile is not None:
+            return mma_calls(self.layer, rows, at, self.tile, self.splits, self.steps_per_split)
+        if self.layer.dtype == "f32" and rows > 1:
+            return [fma_call(self.layer, rows, at)]
+        return [vector_call(self.layer, rows, at)]
 
 
 CODES = {
@@ -57,7 +73,7 @@ ENDS = ("store", "add", "silu", "gelu")
 
 
 def case(
-    dtype: str, weight: WeightFormat, end: str, rows: int, tile: int, splits: int = 1, kind: str = "normal",
+    dtype: str, weight: WeightFormat, end: str, rows: int, tile: int | None, splits: int = 1, kind: str = "normal",
     outputs: int = 80, inputs: int = 0, bias: bool = False,
 ) -> Case:  # fmt: skip
     inputs = inputs or {128: 384, 192: 192}.get(
@@ -65,7 +81,7 @@ def case(
     )
     layer = Linear(dtype, weight, outputs, inputs, end)  # type: ignore[arg-type]
     assert refusal(layer) is None, refusal(layer)
-    return Case(layer, rows, tiles.tiles_of(weight)[tile], splits, kind, bias)
+    return Case(layer, rows, None if tile is None else tiles.tiles_of(weight)[tile], splits, kind, bias)
 
 
 # What each part of the kernel does, in as few specializations as show it.
@@ -79,6 +95,11 @@ FEW = [
     case("bf16", CODES["int8"][0], "gelu", 2, 0, bias=True),
     case("f16", CODES["fp8"][0], "store", 3, 0, splits=3),
     case("bf16", WeightFormat("bf16"), "store", 18, 0, splits=2),
+    case("bf16", CODES["int4"][2], "store", 1, None, outputs=34, inputs=928, bias=True),
+    case("f32", CODES["int4"][7], "add", 1, None, inputs=1408),
+    case("f16", WeightFormat("f16"), "silu", 1, None, inputs=1160),
+    case("f32", CODES["int4"][1], "gelu", 35, None, bias=True),
+    case("f32", CODES["nf4"][0], "store", 3, None, outputs=34),
 ]
 
 
@@ -104,6 +125,14 @@ def every_case() -> list[Case]:
     for (dtype, tile), end in itertools.product(itertools.product(("f16", "bf16"), range(4)), ("store", "add")):
         count, inputs, splits = next(shapes)
         cases.append(case(dtype, WeightFormat(dtype), end, count, tile, splits, inputs, 150))
+    plain = [WeightFormat(dtype) for dtype in LIMITS]
+    for dtype, (i, weight) in itertools.product(LIMITS, enumerate((*plain, *itertools.chain(*CODES.values())))):
+        if weight.is_float and dtype not in (weight.kind, "f32"):
+            continue
+        for rows in (1, 3) if dtype == "f32" else (1,):
+            count, inputs, _ = next(shapes)
+            count = 1 if rows == 1 else count + 1
+            cases.append(case(dtype, weight, ENDS[i % 4], count, None, 1, inputs, (16, 80, 144, 272)[i % 4]))
     return cases
 
 
@@ -115,9 +144,7 @@ def launch(emulation: Emulation, case: Case, *, only_rows: int = 0) -> tuple[Wor
     layer = case.layer
     world = make_world(layer, case.rows, seed=case.rows * 1000 + layer.inputs, kind=case.kind, bias=case.bias)
     sums = np.full(workspace_bytes(layer, case.rows, case.splits) // 4, np.nan, np.float32) if case.splits > 1 else None
-    calls = mma_calls(
-        layer, only_rows or case.rows, world.addresses(sums), case.tile, case.splits, case.steps_per_split
-    )
+    calls = case.calls(world.addresses(sums), only_rows or case.rows)
     return world, run(emulation, world, calls, sums)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmctl.kernels.cuda.linear import mma_calls, workspace_bytes
+from llmctl.kernels.cuda.linear import workspace_bytes
 
 from .linear_worlds import make_world, run
 from .planted import Defect, build_with
@@ -99,6 +99,6 @@ def test_a_planted_defect_is_named(builds: Path, tmp_path: Path, case: Case, def
     emulation, planted = build_with(defect, case.kernels, tmp_path)
     world = make_world(case.layer, case.rows, seed=1, kind=case.kind, bias=case.bias)
     sums = np.zeros(max(4, workspace_bytes(case.layer, case.rows, case.splits)) // 4, np.float32)
-    calls = mma_calls(case.layer, case.rows, world.addresses(sums), case.tile, case.splits, case.steps_per_split)
+    calls = case.calls(world.addresses(sums), case.rows)
     reports = run(emulation, world, [dataclasses.replace(call, kernel=planted[call.kernel]) for call in calls], sums)
     assert any(defect.expected in report for report in reports), reports
