@@ -144,7 +144,7 @@ def vector_shared(layer: Linear) -> int:
 def vector_call(layer: Linear, rows: int, at: Addresses) -> Call:
     """Each row by itself, from a weight that is read as often."""
     arguments = (
-        _p(at.y), _p(at.x), *_weight(layer, at.weight), _p(at.bias), _p(at.residual),
+        _p(at.y), _p(at.x), *weight_arguments(layer, at.weight), _p(at.bias), _p(at.residual),
         _i(layer.outputs), _i(layer.inputs), _i(layer.width),
     )  # fmt: skip
     return Call(vector_kernel(layer), (layer.panels, rows, 1), 32 * VECTOR_WARPS, vector_shared(layer), arguments)
@@ -153,7 +153,7 @@ def vector_call(layer: Linear, rows: int, at: Addresses) -> Call:
 def fma_call(layer: Linear, rows: int, at: Addresses) -> Call:
     """float32 throughout."""
     arguments = (
-        _p(at.y), _p(at.x), *_weight(layer, at.weight), _p(at.bias), _p(at.residual),
+        _p(at.y), _p(at.x), *weight_arguments(layer, at.weight), _p(at.bias), _p(at.residual),
         _i(rows), _i(layer.outputs), _i(layer.inputs), _i(layer.width),
     )  # fmt: skip
     grid = (-(-layer.panels // FMA_PANELS), -(-rows // FMA_ROWS), 1)
@@ -170,7 +170,7 @@ def mma_calls(layer: Linear, rows: int, at: Addresses, tile: Tile, splits: int, 
     grid = (-(-layer.panels // tile.panels), -(-rows // tile.rows), splits)
     group = kernel_group(layer.weight)
     arguments = (
-        _p(at.y), _p(at.sums), _p(at.x), *_weight(layer, at.weight), _p(at.bias), _p(at.residual),
+        _p(at.y), _p(at.sums), _p(at.x), *weight_arguments(layer, at.weight), _p(at.bias), _p(at.residual),
         _i(rows), _i(layer.outputs), _i(layer.inputs), _i(layer.width), _i(steps_per_split),
         _p(0), _p(0), _i(1), _l(0), _l(0), _l(0),
     )  # fmt: skip
@@ -207,9 +207,16 @@ def _types(layer: Linear) -> str:
     return f"{element}, {WEIGHTS[weight.kind]}, {kernel_group(weight)}, {ZEROS[weight.zero]}, {scale}"
 
 
-def _weight(layer: Linear, address: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]:
+def weight_arguments(layer: Linear, address: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]:
+    """Where codes, scales and zeros of the weight lie."""
     where = pack.parts(layer.weight, layer.outputs, layer.inputs)
     return _p(address), _p(address + where.scales.start), _p(address + where.zeros.start)
+
+
+def gather_call(dtype: str, rows: int, inputs: int, *, out: int, x: int, order: int) -> Call:
+    """out[:, j] = x[:, order[j]], for a weight whose groups are of scattered inputs; order int32 [inputs], even."""
+    kernel = Kernel("gather.cuh", f"gather_inputs<{ELEMENTS[dtype]}>")
+    return Call(kernel, (-(-inputs // 256), rows, 1), 128, 0, (_p(out), _p(x), _p(order), _i(inputs)))
 
 
 def _p(address: int) -> ctypes.c_void_p:

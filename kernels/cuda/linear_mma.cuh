@@ -12,7 +12,7 @@
 //
 // Grouped (MoE): a tile of rows belongs to one expert. row_ids [tiles][kBlockM] names the output row of each row, -1 for
 // none, and is read from row id / row_divisor of x; tile_expert [tiles] is -1 behind the last. The weight's parts of
-// expert e begin e strides of bytes further on.
+// expert e begin e strides of bytes further on, its bias e rows.
 #pragma once
 
 #include "linear_end.cuh"
@@ -79,6 +79,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
     codes += expert * code_stride;
     scales = reinterpret_cast<const Scale*>(reinterpret_cast<const unsigned char*>(scales) + expert * scale_stride);
     zeros = static_cast<const unsigned char*>(zeros) + expert * zero_stride;
+    if (bias != nullptr) bias += static_cast<long>(expert) * (outputs + outputs % 2);
     for (int i = tid; i < kBlockM; i += kThreads) ids[i] = row_ids[first_row + i];
     __syncthreads();
   }
