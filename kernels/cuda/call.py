@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
-from .emulate import Argument
 from .source import Kernel
+
+Argument = ctypes.c_void_p | ctypes.c_int32 | ctypes.c_int64 | ctypes.c_float
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ from ..formats import WeightFormat
 from . import pack
 from .call import Call
 from .source import Kernel
-from .tiles import SHARED_LIMIT, UNIT, Tile, choose_splits, choose_tile, shared_bytes
+from .tiles import SHARED_LIMIT, UNIT, Tile, choose_splits, choose_tile, shared_bytes, tiles_of
 from .types import ACTIVATIONS, ELEMENT_BYTES, ELEMENTS
 
 End = Literal["store", "add", "silu", "gelu"]
@@ -37,6 +37,7 @@ class Linear:
 
     dtype    f16 | bf16 | f32: of x, y, bias and residual
     outputs  rows of the weight: for the gated ends, gates and ups together
+    stride   values from one row of y (and of the residual) to the next, even; 0: as many as it has columns
     """
 
     dtype: str
@@ -44,10 +45,13 @@ class Linear:
     outputs: int
     inputs: int
     end: End = "store"
+    stride: int = 0
 
     @property
     def width(self) -> int:
-        """Columns of y: even, so that values can be written in pairs."""
+        """Values from one row of y to the next: even, so that they can be written in pairs."""
+        if self.stride:
+            return self.stride
         columns = self.outputs // 2 if self.end in ("silu", "gelu") else self.outputs
         return columns + columns % 2
 
@@ -104,8 +108,10 @@ def linear_workspace(layer: Linear, rows: int, processors: int, *, deterministic
     """Bytes that `Addresses.sums` must have for any number of rows up to this one."""
     if layer.dtype == "f32":
         return 0
-    # More rows may need less: they take larger tiles, and fewer splits.
-    counts = (*(count for count in (1, 16, 17, 32, 33, 64, 65, 128, 129) if count < rows), rows)
+    # More rows may need less: they take larger tiles, and fewer splits. Where neither changes, the last row decides.
+    table = tiles_of(layer.weight)
+    ends = (*(tile.rows for tile in table), *range(table[-1].rows, rows, table[-1].rows))
+    counts = (*(count for count in ends if count < rows), rows)
     return max(workspace_bytes(layer, count, _cut(layer, count, processors, deterministic)[1]) for count in counts)
 
 

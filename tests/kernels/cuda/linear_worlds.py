@@ -12,16 +12,12 @@ from llmctl.kernels.cuda.call import Call
 from llmctl.kernels.cuda.emulate import Emulation
 from llmctl.kernels.cuda.linear import Addresses, Linear
 from llmctl.kernels.cuda.pack import pack
-from llmctl.kernels.formats import WeightFormat
+from llmctl.kernels.formats import NF4_VALUES, WeightFormat
 
 TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 # Largest |y - y64| allowed, over the largest sum of |x||w| of the row.
 LIMITS = {"f16": 5e-4, "bf16": 4e-3, "f32": 1e-6}
-NF4 = np.array(
-    (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
-)  # fmt: skip
+NF4 = np.array(NF4_VALUES)
 
 
 @dataclass(frozen=True, eq=False)
