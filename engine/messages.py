@@ -46,9 +46,21 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     drafts: int = 0  # chunks with proposed tokens
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    recomputed_tokens: int = 0
+    tier_blocks: int = 0  # places in tier 2, each for one KV block
+    tier_blocks_used: int = 0
+    tier_writes: int = 0
+    tier_clean_drops: int = 0
+    tier_hits: int = 0
+    tier_failures: int = 0
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
+    accepted_per_position: tuple[int, ...] = ()  # of these, by their place in a draft
     cache_audits: int = 0
     cache_audit_failures: int = 0
     steps: int = 0
+    scheduler_s: float = 0.0  # in the scheduler and the prefix tree, of `step_s` in all
+    step_s: float = 0.0
     last_step_age_s: float = 0.0
 
 

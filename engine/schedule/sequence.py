@@ -11,7 +11,7 @@ import enum
 
 from ..request import Request, TokenLogprobs
 from .blocks import IllegalTransition
-from .prefix import Column, Node
+from .node import Column, Node
 from .step import SlotSampling
 
 
@@ -50,6 +50,9 @@ class Sequence:
     published  full blocks known to the prefix tree, the last of them as `cursor`
     probed     prompt positions that were scheduled with logits, for `prompt_logprobs`, which has those that came back
     charged    positions that were ever scheduled: recomputing is not the tenant's fault
+    is_beam    one of a beam search: which token follows depends on the other beams
+    plain      tokens are all that is wanted of it: no beam, no logprobs
+    woken      whether tier 2 was asked for what it has of the sequence since that was last queued
     """
 
     __slots__ = (
@@ -63,11 +66,13 @@ class Sequence:
         "goal",
         "in_flight",
         "index",
+        "is_beam",
         "leader",
         "max_new",
         "order",
         "pending",
         "phase",
+        "plain",
         "probed",
         "prompt_len",
         "prompt_logprobs",
@@ -76,6 +81,7 @@ class Sequence:
         "scheduled",
         "slot",
         "tokens",
+        "woken",
     )
 
     def __init__(self, request: Request, index: int, order: int, limit: int, leader: Sequence | None = None) -> None:
@@ -83,6 +89,8 @@ class Sequence:
         self.index = index
         self.order = order
         self.leader = self if leader is None else leader
+        self.is_beam = request.sampling.use_beam_search
+        self.plain = not self.is_beam and request.sampling.logprobs is None
         self.phase = Phase.WAITING
         self.tokens = list(request.prompt)
         self.prompt_len = len(request.prompt)
@@ -103,6 +111,7 @@ class Sequence:
         self.probed = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.charged = 0
+        self.woken = False
         self.cached_tokens = 0
 
     @property
@@ -136,11 +145,6 @@ class Sequence:
     @property
     def _unprobed(self) -> bool:
         return self.wants_prompt and self.probed < self.prompt_len - 1
-
-    @property
-    def is_beam(self) -> bool:
-        """Whether the sequence is one of a beam search: which token follows depends on the other beams."""
-        return self.request.sampling.use_beam_search
 
     @property
     def unit(self) -> int:
