@@ -98,7 +98,9 @@ def refusal(act: str, compute: str, kv: str) -> str | None:
 WORK = np.dtype(
     [(name, np.int32) for name in ("slot", "first_row", "queries", "first_position", "tile", "begin", "end", "partial")]
 )
-MERGE = np.dtype([*((name, np.int32) for name in ("first_row", "queries", "tile", "first", "count")), ("reserved", np.int32, 3)])  # fmt: skip
+MERGE = np.dtype(
+    [(name, np.int32) for name in ("first_row", "queries", "tile", "first", "count")] + [("reserved", np.int32, 3)]
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -47,6 +47,11 @@ std::string place(const void* pc) {
   return text;
 }
 
+[[noreturn]] void stray(const std::string& what) {
+  report(what);
+  abandon();
+}
+
 void find_module() {
   Dl_info info;
   dladdr(reinterpret_cast<const void*>(&find_module), &info);
@@ -120,7 +125,7 @@ void check(const void* pointer, size_t bytes, Access kind, const void* pc) {
   const bool in_shared = is_shared(p);
   if (in_shared) {
     const size_t offset = p - reinterpret_cast<const char*>(shared);
-    if (offset + bytes > shared_bytes) return report("out of bounds of shared memory " + place(pc));
+    if (offset + bytes > shared_bytes) stray("out of bounds of shared memory " + place(pc));
     shadow = &shared_shadow[offset];
   } else {
     Region* region = region_of(p);
@@ -128,10 +133,10 @@ void check(const void* pointer, size_t bytes, Access kind, const void* pc) {
       const char* slots = reinterpret_cast<const char*>(parameters);
       if (p >= slots && p < slots + parameter_bytes) return;
       if (p >= module_begin && p < module_end) return;
-      return report("out of bounds of global memory " + place(pc));
+      stray("out of bounds of global memory " + place(pc));
     }
     name = region->name;
-    if (p + bytes > region->end) return report("out of bounds past the end of " + name + " " + place(pc));
+    if (p + bytes > region->end) stray("out of bounds past the end of " + name + " " + place(pc));
     if (kind != Access::kRead && region->read_only) report("write to read-only " + name + " " + place(pc));
     shadow = &region->bytes[p - region->begin];
   }

@@ -52,6 +52,7 @@ void copy_wait(int groups_left_open);
 void check_aligned(const void* p, int bytes, Site);
 int atomic_add(int* p, int value);
 float atomic_add(float* p, float value);
+unsigned long long atomic_add(unsigned long long* p, unsigned long long value);
 
 template <class T>
 inline T shuffle_as(unsigned mask, T value, int argument, Shuffle kind, Site site) {

@@ -32,6 +32,7 @@ std::vector<Fiber*> ready;
 std::vector<Fiber*> at_barrier;
 Site barrier_site{"", 0};
 int alive = 0;
+bool abandoned = false;
 Dim block_now{}, block_shape{}, grid_shape{};
 void (*kernel_entry)(const unsigned char*) = nullptr;
 
@@ -153,6 +154,7 @@ bool run_block(int threads) {
       head = 0;
     }
     enter(*current);
+    if (abandoned) return false;
   }
   if (alive > 0) report_deadlock(threads);
   return alive == 0;
@@ -170,6 +172,11 @@ std::string at(Site site) {
 void wait(Site site) {
   current->waits_at = site;
   leave(*current);
+}
+
+void abandon() {
+  abandoned = true;
+  for (;;) leave(*current);
 }
 
 void wake(Fiber& fiber) { ready.push_back(&fiber); }
@@ -236,6 +243,7 @@ bool emu_launch(void (*entry)(const unsigned char*), const unsigned* grid, const
   shared_bytes = dynamic_shared;
   ++launch_serial;
   running = true;
+  abandoned = false;
   const uint64_t blocks = static_cast<uint64_t>(grid[0]) * grid[1] * grid[2];
   const uint64_t first = order == Order::kRandom ? next_random() % blocks : 0;
   bool finished = true;

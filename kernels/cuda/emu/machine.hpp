@@ -48,6 +48,7 @@ void report(const std::string& what);
 std::string at(Site);
 void wait(Site);        // leaves the current fiber until something wakes it
 void wake(Fiber&);
+[[noreturn]] void abandon();  // ends the launch: going on would destroy memory that is not the kernel's
 void reset_warps(int threads);
 void lane_exited(const Fiber&);
 

@@ -285,18 +285,22 @@ void check_aligned(const void* p, int bytes, Site site) {
   }
 }
 
-int atomic_add(int* p, int value) {
-  check(p, sizeof(*p), Access::kAtomic, __builtin_return_address(0));
-  const int old = *p;
+namespace {
+
+template <class T>
+T add(T* p, T value, const void* pc) {
+  check(p, sizeof(*p), Access::kAtomic, pc);
+  const T old = *p;
   *p = old + value;
   return old;
 }
 
-float atomic_add(float* p, float value) {
-  check(p, sizeof(*p), Access::kAtomic, __builtin_return_address(0));
-  const float old = *p;
-  *p = old + value;
-  return old;
+}  // namespace
+
+int atomic_add(int* p, int value) { return add(p, value, __builtin_return_address(0)); }
+float atomic_add(float* p, float value) { return add(p, value, __builtin_return_address(0)); }
+unsigned long long atomic_add(unsigned long long* p, unsigned long long value) {
+  return add(p, value, __builtin_return_address(0));
 }
 
 }  // namespace llmctl::emu
