@@ -32,6 +32,9 @@ class EmulatedMachine:
             self._kernels.update(dict.fromkeys(kernels))
             self._built = None
 
+    def address(self, array: AnyArray) -> int:
+        return int(array.ctypes.data)
+
     def upload(self, array: AnyArray) -> int:
         copy = np.ascontiguousarray(array)
         self._kept.append(copy)

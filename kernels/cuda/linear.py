@@ -13,8 +13,8 @@ from ..errors import UsageError
 from ..formats import WeightFormat
 from . import pack
 from .call import Call
+from .linear_tiles import SHARED_LIMIT, UNIT, Tile, choose_splits, choose_tile, shared_bytes, tiles_of
 from .source import Kernel
-from .tiles import SHARED_LIMIT, UNIT, Tile, choose_splits, choose_tile, shared_bytes, tiles_of
 from .types import ACTIVATIONS, ELEMENT_BYTES, ELEMENTS
 
 End = Literal["store", "add", "silu", "gelu"]

@@ -31,6 +31,10 @@ class Machine(Protocol):
         """Compile and load what will be launched, so that no launch has to."""
         ...
 
+    def address(self, array: AnyArray) -> int:
+        """Where kernels find a buffer that steps read and write: on a GPU, its twin there."""
+        ...
+
     def upload(self, array: AnyArray) -> int:
         """The address of a copy that kernels read, kept as long as the machine is."""
         ...

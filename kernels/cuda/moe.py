@@ -9,8 +9,8 @@ from typing import Literal
 from . import pack
 from .call import Call
 from .linear import Addresses, Linear, kernel_group, mma_kernel, reduce_call, weight_arguments
+from .linear_tiles import Tile, shared_bytes
 from .source import Kernel
-from .tiles import Tile, shared_bytes
 from .types import ELEMENTS
 
 HEADER = "moe.cuh"

@@ -64,7 +64,7 @@ class LinearOp:
 
     def _calls(self, rows: int) -> list[Call]:
         args, layer, machine = self.args, self.layer, self.machine
-        x, y, calls = args.act.values.ctypes.data, args.out.ctypes.data, []
+        x, y, calls = machine.address(args.act.values), machine.address(args.out), []
         sums_bytes, ordered_bytes = _workspace(layer, args.act.max_rows, machine, ordered=self.order != 0)
         work = machine.workspace(sums_bytes + ordered_bytes)
         if self.order:

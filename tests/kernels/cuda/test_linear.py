@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmctl.kernels.cuda import tiles
+from llmctl.kernels.cuda import linear_tiles as tiles
 from llmctl.kernels.cuda.call import Call
 from llmctl.kernels.cuda.emulate import Emulation, Mode, build
 from llmctl.kernels.cuda.linear import (

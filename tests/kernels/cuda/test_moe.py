@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmctl.kernels.cuda import moe, tiles
+from llmctl.kernels.cuda import linear_tiles as tiles
+from llmctl.kernels.cuda import moe
 from llmctl.kernels.cuda.call import Call
 from llmctl.kernels.cuda.emulate import Emulation, build
 from llmctl.kernels.cuda.linear import Addresses, Linear, gather_call, mma_kernel, reduce_kernel

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmctl.kernels.cuda import tiles
+from llmctl.kernels.cuda import linear_tiles as tiles
 from llmctl.kernels.cuda.emulate import Emulation, build
 from llmctl.kernels.cuda.linear import Addresses, Linear, gather_call, mma_calls
 from llmctl.kernels.cuda.pack import interleave, pack, parts

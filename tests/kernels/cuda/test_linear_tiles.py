@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmctl.kernels.cuda.linear import Linear, kernel_group, linear_workspace, workspace_bytes
-from llmctl.kernels.cuda.tiles import SHARED_LIMIT, choose_splits, choose_tile, shared_bytes, tiles_of
+from llmctl.kernels.cuda.linear_tiles import SHARED_LIMIT, choose_splits, choose_tile, shared_bytes, tiles_of
 from llmctl.kernels.formats import WeightFormat
 
 FORMATS = [
