@@ -69,11 +69,15 @@ class AttendShape:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: queries, then the steps in flight or the warps' parts, whichever is more."""
+        parts = self.warps_n * self.rows * (self.head_dim + 8 + 2) * 4
+        return self._query_bytes + max(self.stages * self.stage_bytes, parts)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of one step: K, V with its rows padded, and scales."""
         row = self.head_dim * ELEMENT_BYTES[self.kv]
         padded = row + (16 if row // 16 % 2 == 0 else 0)
-        stage = self.tile * (row + padded + (4 if self.kv == "int8" else 0))
-        parts = self.warps_n * self.rows * (self.head_dim + 8 + 2) * 4
-        return self._query_bytes + max(self.stages * stage, parts)
+        return self.tile * (row + padded + (4 if self.kv == "int8" else 0))
 
     @property
     def _query_bytes(self) -> int:

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import UsageError
-from .source import FOLDER, Kernel, headers_of, prologue, text_hash
+from .source import FOLDER, Argument, Kernel, headers_of, prologue, text_hash
 
 Mode = Literal["values", "checked"]
-Argument = ctypes.c_void_p | ctypes.c_int32 | ctypes.c_int64 | ctypes.c_float
 
 SLOT_BYTES = 16  # kSlot of emu/emulator.hpp
 UNIT_KERNELS = 8

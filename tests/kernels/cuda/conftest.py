@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from llmctl.kernels.cuda import nvrtc
 from llmctl.kernels.cuda.emulate import compiler
+from llmctl.kernels.errors import UsageError
 
 BUILDS = Path(__file__).resolve().parents[3] / "build" / "emulated"
 
@@ -15,3 +17,12 @@ def builds() -> Path:
     if compiler() is None:
         pytest.skip("emulation needs a C++ compiler")
     return BUILDS
+
+
+@pytest.fixture(scope="session")
+def nvrtc_version() -> str:
+    """The compiler's version; tests that ask for it are skipped where it is not installed."""
+    try:
+        return nvrtc.version()
+    except UsageError as error:
+        pytest.skip(error.message)
