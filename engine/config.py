@@ -126,6 +126,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     dtype                   auto keeps weights as stored; a float type converts all of them at load
     kv_cache_dtype          auto: float32 for float32 weights, bfloat16 for bfloat16, else float16; fp8 is fp8_e4m3
+    kv_cache_dtype_skip_layers  layers whose K and V stay as `auto` would store them: numbers from 0, or sliding_window
+                            for all that have one
     cache_eviction          lru-k forgets the block whose K-th last use (`cache_eviction_k`) is oldest, so that content
                             used once does not push out what is used again and again; lru looks at the last use alone
     num_gpu_blocks_override KV blocks in the pool instead of what the memory budget gives (the flag's name is vLLM's)
@@ -147,6 +149,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str = ""
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
+    kv_cache_dtype_skip_layers: tuple[str, ...] = ()
     max_model_len: int = 0
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512

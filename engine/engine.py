@@ -107,7 +107,8 @@ class Engine:
 
     def stats(self) -> SchedulerStats:
         """Counters of the scheduler and the KV pool as they are now."""
-        return dataclasses.replace(self._scheduler.stats(), scheduler_s=self._scheduler_s, step_s=self._step_s)
+        stats = self._scheduler.stats()
+        return dataclasses.replace(stats, scheduler_s=self._scheduler_s - stats.draft_s, step_s=self._step_s)
 
     def states(self) -> tuple[SequenceState, ...]:
         """Every unfinished sequence in order of arrival, after those that ended last."""

@@ -61,6 +61,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     cache_audit_failures: int = 0
     steps: int = 0
     scheduler_s: float = 0.0  # in the scheduler and the prefix tree, of `step_s` in all
+    draft_s: float = 0.0  # and in a draft model
     step_s: float = 0.0
     last_step_age_s: float = 0.0
 

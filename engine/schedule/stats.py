@@ -13,7 +13,8 @@ from .sequence import Sequence
 class SchedulerStats:
     """Counts now (sequences, blocks summed over groups, shares of them) and since the start (the rest).
 
-    `scheduler_s` is the time in the scheduler and the prefix tree, `step_s` that of all steps with it.
+    `scheduler_s` is the time in the scheduler and the prefix tree, `draft_s` that of a draft model, and `step_s` that
+    of all steps with them.
     `drafts` are chunks with `draft_tokens` proposed tokens together, of which `accepted_tokens` stood, and of these
     `accepted_per_position[i]` in place i of a draft. `audits` are of prefix hits, see `engine/audit.py`.
     """
@@ -48,6 +49,7 @@ class SchedulerStats:
     audits: int = 0
     audit_failures: int = 0
     scheduler_s: float = 0.0
+    draft_s: float = 0.0
     step_s: float = 0.0
 
 
