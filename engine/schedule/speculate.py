@@ -54,6 +54,11 @@ class Speculator:
         """Whether `waits` can be true of any of so many."""
         return running <= self._company
 
+    @property
+    def seconds(self) -> float:
+        """What guessing has taken beside scheduling."""
+        return self._proposer.seconds
+
     def waits(self, seq: Sequence, running: int) -> bool:
         """Whether the sequence, whose last token is being sampled, should get its result before its next step."""
         if running > self._company or seq.in_flight == 0 or self._memory.available <= running:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from llmctl.engine.request import FinishReason, Output, Request
 from llmctl.engine.schedule.limits import SchedulerConfig
+from llmctl.engine.schedule.proposer import Proposer
 from llmctl.engine.schedule.scheduler import Scheduler
 from llmctl.engine.schedule.sequence import mix_seed
 from llmctl.engine.schedule.step import Chunk, ChunkResult, SlotSampling, Step, StepResult
@@ -264,9 +265,11 @@ class Received:
 class Loop:
     """Scheduler and fake runner joined, with `depth` steps in flight. `on_step` sees each Step."""
 
-    def __init__(self, config: SchedulerConfig, model: FakeModel | None = None) -> None:
+    def __init__(
+        self, config: SchedulerConfig, model: FakeModel | None = None, proposer: Proposer | None = None
+    ) -> None:
         self.config = config
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, proposer)
         self.runner = FakeRunner(config, model)
         self.results: list[StepResult] = []
         self.steps: list[Step] = []
