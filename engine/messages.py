@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from .request import Output, Request
+from .schedule.states import SequenceState
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +85,12 @@ class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
     ticket: int
 
 
+class GetStates(msgspec.Struct, frozen=True, tag="get_states"):
+    """Ask for a `States` with this ticket."""
+
+    ticket: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Stop the engine."""
 
@@ -129,5 +136,12 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     stats: EngineStats
 
 
-Command = Submit | Abort | GetStats | Shutdown
-Event = Ready | Loading | Opened | Failed | Outputs | Stats
+class States(msgspec.Struct, frozen=True, tag="states"):
+    """The answer to `GetStates`: the sequences that ended last, then those that have not."""
+
+    ticket: int
+    states: tuple[SequenceState, ...]
+
+
+Command = Submit | Abort | GetStats | GetStates | Shutdown
+Event = Ready | Loading | Opened | Failed | Outputs | Stats | States

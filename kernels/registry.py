@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 from .cpu import register as cpu
+from .cuda import register as cuda
 from .entry import OPS, Entry
 from .errors import NoKernel, UsageError
 from .ops import (
@@ -129,6 +130,8 @@ class PythonProgram:
 
 
 def _device_entries(device: str) -> tuple[Entry, ...]:
+    if device == "cuda":
+        return cuda.entries()
     return cpu.entries() if device == "cpu" else ()
 
 

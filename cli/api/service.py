@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ...engine.frontend import Frontend
 from ...engine.request import SamplingParams
+from ...engine.schedule.states import SequenceState
 from .admission import Admission
 from .deltas import Mailbox
 from .errors import ENGINE_DEAD, RETRY_S, ApiError, engine_dead, shutting_down
@@ -89,6 +90,14 @@ class Service:
         """Let the engine's figures be as they are now, if it answers soon."""
         if self._engine is not None:
             await self._engine.monitor.refresh()
+
+    async def states(self) -> tuple[SequenceState, ...]:
+        """Every sequence's state. ApiError 503 if the engine does not answer soon."""
+        assert self._engine is not None, "asked before `loaded`"
+        states = await self._engine.monitor.states()
+        if states is None:
+            raise ApiError(503, "the engine is in the middle of a long step", code="busy", retry_s=RETRY_S)
+        return states
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. ApiError 404 for a model that is not served; naming none is allowed."""

@@ -30,7 +30,8 @@ from .roster import Roster
 from .sequence import Phase
 from .settling import Settler
 from .speculate import Speculator
-from .stats import Counts, SchedulerStats, SequenceState, state_of
+from .states import SequenceState, state_of
+from .stats import Counts, SchedulerStats
 from .step import Step, StepResult
 
 log = logging.getLogger(__name__)
@@ -140,6 +141,10 @@ class Scheduler:
         waiting = self._roster.live - len(running)
         counts = self._counts.stats(self._memory, self._config.bytes_per_block, waiting, running.values())
         return dataclasses.replace(counts, draft_s=self._speculator.seconds)
+
+    def ended(self) -> tuple[SequenceState, ...]:
+        """The sequences that ended last, at most `KEPT`, in that order."""
+        return tuple(self._roster.ended)
 
     def states(self) -> tuple[SequenceState, ...]:
         """Every unfinished sequence, in order of arrival."""

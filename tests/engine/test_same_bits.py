@@ -166,6 +166,21 @@ def test_every_format_of_the_cache_gives_the_same_bits(kv: str, tiny: str) -> No
         assert run(tiny, "auto", with_format, requests) == calm, way.name
 
 
+def test_a_layer_left_out_of_the_cache_s_format_gives_the_same_bits(tiny: str) -> None:
+    requests = mixed_requests(16, 304, 120)
+    options = {"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": ("1",)}
+    alone = run(tiny, "auto", Way("calm", {**CALM, **options}, alone=True), requests)
+    for way in (way for way in WAYS if way.name in ("together", "chunks of 7", "cache warm", "preempted")):
+        assert run(tiny, "auto", replace(way, options={**way.options, **options}), requests) == alone, way.name
+
+
+def test_with_every_layer_left_out_the_cache_is_as_without_a_format(tiny: str) -> None:
+    requests = mixed_requests(8, 304, 120)
+    skipped = {"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": ("0", "1")}
+    found = [run(tiny, "auto", Way("calm", {**CALM, **more}), requests) for more in ({}, skipped)]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("family", ["qwen2-window", "gemma3"])
 def test_sliding_windows_give_the_same_bits_together_and_preempted(family: str, tmp_path: Path) -> None:
     folder = str(write_checkpoint(tmp_path, family))
