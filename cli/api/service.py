@@ -26,6 +26,9 @@ class _Engine:
     monitor: Monitor
 
 
+HEALTH_S = 0.02  # that `/health` waits for fresh figures: it is for whoever wants to know soon; others are a second old
+
+
 class Service:
     """What the endpoints share. Only the event loop's thread uses it, but for `report_loading`."""
 
@@ -74,8 +77,8 @@ class Service:
         """Whether the engine makes progress."""
         if self._engine is None:
             return Health("loading", self._loading)
-        await self.refresh()
         monitor = self._engine.monitor
+        await monitor.refresh(HEALTH_S)
         stats, age = monitor.stats, monitor.last_step_age_s
         status, detail = "ok", ""
         if (failure := self._engine.frontend.client.failure) is not None:

@@ -78,6 +78,7 @@ WAYS = (
     Way("two steps in flight, preempted", {"async_depth": 2, "num_gpu_blocks_override": 30, "block_size": 8,
                                            "max_model_len": 200}),
     Way("first come first served", {"scheduling_policy": "fcfs"}),
+    Way("prompts cut to 5 tokens beside decodes", {"max_prefill_tokens_beside_decode": 5, "scheduling_policy": "sjf"}),
     Way("in an engine process", {}, process=True),
     Way("no drafts, together", {"speculative_config": OFF}),
     Way("drafts, alone", {"speculative_config": EAGER}, alone=True),
