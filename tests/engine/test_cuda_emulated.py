@@ -21,6 +21,7 @@ BUILDS = Path(__file__).resolve().parents[2] / "build" / "emulated"
 OPTIONS = {"max_model_len": 96, "num_gpu_blocks_override": 24, "block_size": 16, "max_num_batched_tokens": 32}
 PREFIX = [(i * 37) % 290 + 5 for i in range(21)]
 PROMPTS = [[*PREFIX, 7], [11, 12, 13], [*PREFIX[:18], 40, 41], [9] * 35]
+GROWING = [[(i * 31 + j * 7) % 290 + 5 for i in range(12 + 3 * j)] for j in range(3)]
 
 
 @pytest.fixture(autouse=True)
@@ -34,12 +35,16 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     register.use(None)
 
 
-def tokens(model: Path, kernels: str, *, twice: bool = False, length: int = 6, **options: object) -> list[tuple[int, ...]]:
-    params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for _ in PROMPTS]
-    params[1] = SamplingParams(temperature=0.9, seed=5, max_tokens=9, ignore_eos=True)
+def tokens(model: Path, kernels: str, *, twice: bool = False, **options: object) -> list[tuple[int, ...]]:
+    """What four requests get, one of them with sampling; under preemption, what three that grow out of memory get."""
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    prompts = PROMPTS
+    params = [greedy, SamplingParams(temperature=0.9, seed=5, max_tokens=9, ignore_eos=True), greedy, greedy]
+    if "preemption_mode" in options:
+        prompts, params = GROWING, [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 3
     with LLM(str(model), dtype="float32", process=False, kernels=kernels, **{**OPTIONS, **options}) as llm:
         for _ in range(2 if twice else 1):
-            outputs = llm.generate(PROMPTS, params)
+            outputs = llm.generate(prompts, params)
         if twice:
             assert sum(output.num_cached_tokens for output in outputs) > 0
         if "preemption_mode" in options:
@@ -62,8 +67,8 @@ def test_a_prefix_that_is_cached_changes_no_token(model: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_preemption_changes_no_token(model: Path, mode: str) -> None:
-    options = {"num_gpu_blocks_override": 7, "preemption_mode": mode, "swap_space": 0.01}
-    assert tokens(model, "cuda", length=20, **options) == tokens(model, "auto", length=20)
+    options = {"num_gpu_blocks_override": 8, "preemption_mode": mode, "swap_space": 0.01}
+    assert tokens(model, "cuda", **options) == tokens(model, "auto", **options)
 
 
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "int8"])
