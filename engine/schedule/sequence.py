@@ -52,8 +52,8 @@ class Sequence:
     charged    positions that were ever scheduled: recomputing is not the tenant's fault
     is_beam    one of a beam search: which token follows depends on the other beams
     plain      tokens are all that is wanted of it: no beam, no logprobs
+    woken      blocks that tier 2 was asked for since the sequence was last queued
     trace      every phase it entered, with the steps that had been made then
-    woken      whether tier 2 was asked for what it has of the sequence since that was last queued
     """
 
     __slots__ = (
@@ -116,7 +116,7 @@ class Sequence:
         self.probed = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.charged = 0
-        self.woken = False
+        self.woken = 0
         self.cached_tokens = 0
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,8 @@ from .call import Call
 from .emulate import Emulation, build
 from .source import Kernel
 
+_SENT = 64  # more than one list of calls refers to
+
 
 @dataclass(slots=True, eq=False)
 class EmulatedMachine:
@@ -22,15 +25,16 @@ class EmulatedMachine:
     capability: tuple[int, int] = (8, 0)
     processors: int = 4
     deterministic: bool = True
-    _kernels: dict[Kernel, None] = field(default_factory=dict)
-    _built: Emulation | None = None
+    _built: dict[Kernel, Emulation] = field(default_factory=dict)
     _kept: list[AnyArray] = field(default_factory=list)
+    _sent: deque[AnyArray] = field(default_factory=lambda: deque(maxlen=_SENT))
     _work: U8Array = field(default_factory=lambda: np.zeros(0, np.uint8))
 
     def prepare(self, kernels: Sequence[Kernel]) -> None:
-        if any(kernel not in self._kernels for kernel in kernels):
-            self._kernels.update(dict.fromkeys(kernels))
-            self._built = None
+        # Each by itself: which kernels a model needs would else decide what is compiled together, and so again.
+        for kernel in kernels:
+            if kernel not in self._built:
+                self._built[kernel] = build([kernel], "values", self.folder)
 
     def address(self, array: AnyArray) -> int:
         return int(array.ctypes.data)
@@ -42,14 +46,18 @@ class EmulatedMachine:
 
     def workspace(self, num_bytes: int) -> int:
         if self._work.nbytes < num_bytes:
+            self._kept.append(self._work)
             self._work = np.zeros(num_bytes, np.uint8)
         return int(self._work.ctypes.data)
 
+    def send(self, array: AnyArray) -> int:
+        self._sent.append(np.ascontiguousarray(array).copy())
+        return int(self._sent[-1].ctypes.data)
+
     def launch(self, calls: Sequence[Call]) -> None:
         self.prepare([call.kernel for call in calls])
-        if self._built is None:
-            self._built = build(list(self._kernels), "values", self.folder)
         for call in calls:
-            done = self._built.launch(call.kernel, call.grid, call.threads, call.shared_bytes, call.arguments)
-            reports = self._built.reports()
+            emulation = self._built[call.kernel]
+            done = emulation.launch(call.kernel, call.grid, call.threads, call.shared_bytes, call.arguments)
+            reports = emulation.reports()
             assert done and not reports, (call.kernel.expression, reports)

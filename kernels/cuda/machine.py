@@ -40,7 +40,14 @@ class Machine(Protocol):
         ...
 
     def workspace(self, num_bytes: int) -> int:
-        """The address of memory of at least this size, the same for all ops: nothing in it outlives a call's list."""
+        """The address of memory of at least this size, shared by all ops: nothing in it outlives one list of calls.
+
+        What was given before stays valid when more is asked for.
+        """
+        ...
+
+    def send(self, array: AnyArray) -> int:
+        """The address of a copy for the launches that come next, valid until those of a later step."""
         ...
 
     def launch(self, calls: Sequence[Call]) -> None:

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-
-import numpy as np
+from typing import Any
 
 from ..cpu.pack import unpack
 from ..entry import Entry
 from ..ops import LOGIT_ROWS, ROWS, LinearArgs, PackedWeight
-from . import linear
+from . import linear, steps
 from .call import Call
 from .linear import Addresses, Linear
 from .machine import Machine
 from .pack import pack
+from .steps import DTYPES, as_stored
 
 MIN_CAPABILITY = (8, 0)  # cp.async and bfloat16 on tensor cores
-_DTYPES = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16", np.dtype(np.uint16): "bf16"}
 
 _machine: list[Machine] = []
 
@@ -34,12 +33,37 @@ def use(machine: Machine | None) -> None:
 
 def entries() -> tuple[Entry, ...]:
     """Every entry; without a machine they refuse."""
-    return (
-        Entry(
-            "linear", "cuda", "cuda-fast", "sm_80", 20, _accepts(deterministic=False), _build, "cuda/linear_vector.cuh"
-        ),
-        Entry("linear", "cuda", "cuda", "sm_80", 10, _accepts(deterministic=True), _build, "cuda/linear_mma.cuh"),
+    step = (
+        ("embed", steps.refuse_embed, steps.build_embed, "rows.cuh"),
+        ("norm", steps.refuse_norm, steps.build_norm, "rows.cuh"),
+        ("rope_store", steps.refuse_rope_store, steps.build_rope_store, "rope_store.cuh"),
+        ("attend", steps.refuse_attend, steps.build_attend, "attend.cuh"),
+        ("act_mul", steps.refuse_act_mul, steps.build_act_mul, "apart.cuh"),
+        ("kv_copy", steps.refuse_kv_copy, steps.build_kv_copy, "kv_blocks.cuh"),
     )
+    return (
+        _entry("linear", "cuda-fast", 20, _refuse_fast, _build_linear, "linear_vector.cuh"),
+        _entry("linear", "cuda", 10, _refuse_linear, _build_linear, "linear_mma.cuh"),
+        *(_entry(op, "cuda", 10, refuse, build, source) for op, refuse, build, source in step),
+    )
+
+
+def _entry(
+    op: str,
+    bits: str,
+    priority: int,
+    refuse: Callable[[Any], str | None],
+    build: Callable[[Any, Machine], Any],
+    source: str,
+) -> Entry:
+    def accepts(args: Any) -> str | None:
+        if not _machine:
+            return "no GPU is in use"
+        if (capability := _machine[0].capability) < MIN_CAPABILITY:
+            return f"the GPU has compute capability {capability[0]}.{capability[1]}, 8.0 is needed"
+        return refuse(args)
+
+    return Entry(op, "cuda", bits, "sm_80", priority, accepts, lambda args: build(args, _machine[0]), f"cuda/{source}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,24 +99,21 @@ class LinearOp:
         return calls + linear.linear_calls(layer, rows, at, machine.processors, deterministic=machine.deterministic)
 
 
-def _accepts(*, deterministic: bool) -> Callable[[LinearArgs], str | None]:
-    def accepts(args: LinearArgs) -> str | None:
-        if not _machine:
-            return "no GPU is in use"
-        machine = _machine[0]
-        if machine.capability < MIN_CAPABILITY:
-            return f"the GPU has compute capability {machine.capability[0]}.{machine.capability[1]}, 8.0 is needed"
-        if machine.deterministic and not deterministic:
-            return "its bits depend on the number of rows, which `--deterministic` forbids"
-        return linear.refusal(_layer(args))
-
-    return accepts
+def _refuse_fast(args: LinearArgs) -> str | None:
+    if _machine[0].deterministic:
+        return "its bits depend on the number of rows, which `--deterministic` forbids"
+    return _refuse_linear(args)
 
 
-def _build(args: LinearArgs) -> tuple[LinearOp]:
-    machine, layer = _machine[0], _layer(args)
-    weight = args.weight
-    # Reserved now for the most rows that can come: a workspace that grew later would move.
+def _refuse_linear(args: LinearArgs) -> str | None:
+    if args.act.values.dtype not in DTYPES:
+        return f"activations are {args.act.values.dtype}"
+    return linear.refusal(_layer(args))
+
+
+def _build_linear(args: LinearArgs, machine: Machine) -> tuple[LinearOp]:
+    layer, weight = _layer(args), args.weight
+    # Reserved now for the most rows that can come, so that no step has to.
     machine.workspace(sum(_workspace(layer, args.act.max_rows, machine, ordered=weight.order is not None)))
     return (
         LinearOp(
@@ -100,7 +121,7 @@ def _build(args: LinearArgs) -> tuple[LinearOp]:
             layer,
             machine,
             machine.upload(pack(weight.format, *unpack(weight))),
-            0 if args.bias is None else machine.upload(args.bias),
+            0 if args.bias is None else machine.upload(as_stored(args.bias, layer.dtype)),
             0 if weight.order is None else machine.upload(weight.order),
         ),
     )
@@ -108,7 +129,7 @@ def _build(args: LinearArgs) -> tuple[LinearOp]:
 
 def _layer(args: LinearArgs) -> Linear:
     weight: PackedWeight = args.weight
-    layer = Linear(_DTYPES[args.act.values.dtype], weight.format, weight.n, weight.k, "add" if args.add else "store")
+    layer = Linear(DTYPES[args.act.values.dtype], weight.format, weight.n, weight.k, "add" if args.add else "store")
     return replace(layer, stride=args.out.shape[1])
 
 

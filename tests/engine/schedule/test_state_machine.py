@@ -61,6 +61,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode=st.sampled_from(("auto", "swap", "recompute")),
         lost_every=st.sampled_from((0, 0, 4)),
         disk=st.sampled_from((1 << 30, 1 << 30, 2)),
+        swap_us=st.sampled_from((5, 4000, 20_000)),
         beside=st.sampled_from((0, 0, 1, 3)),
     )
     def begin(
@@ -81,9 +82,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode,
         lost_every,
         disk,
+        swap_us,
         beside,
     ):
-        self.model = FakeModel(vocab=12, bad_every=bad_every, repeats=repeats, lost_every=lost_every, disk=disk)
+        self.model = FakeModel(
+            vocab=12, bad_every=bad_every, repeats=repeats, lost_every=lost_every, disk=disk, swap_us=swap_us
+        )
         speculation = SpeculativeConfig(
             method="ngram" if drafts else "none", num_speculative_tokens=max(drafts, 1), prompt_lookup_min=1
         )
