@@ -26,7 +26,12 @@ def find_model(config: EngineConfig, progress: Progress | None = None) -> Model:
     settings = environment()
     source = resolve_source(config.model, environment=settings, progress=progress)
     return open_model(
-        source, implementation=config.model_impl, dtype=config.dtype, cache=settings.cache, progress=progress
+        source,
+        implementation=config.model_impl,
+        dtype=config.dtype,
+        cache=settings.cache,
+        progress=progress,
+        rope_scaling=config.rope_scaling,
     )
 
 

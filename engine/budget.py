@@ -116,7 +116,7 @@ def memory_budget(
     if length > spec.context_length:
         raise CapacityError(
             f"--max-model-len is {length}, the model's context is {spec.context_length} tokens",
-            f"use at most `--max-model-len {spec.context_length}`",
+            f"use at most `--max-model-len {spec.context_length}`, or stretch the context with `--rope-scaling`",
         )
     workspace = workspace_bytes(spec, config, length)
     reserve = _reserve(config, available_bytes)

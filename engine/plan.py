@@ -14,6 +14,8 @@ from ..kernels.device import default_threads, read_machine
 from .budget import MemoryBudget, memory_budget
 from .config import EngineConfig, SpeculativeConfig
 from .load.model import Model
+from .models.arch import DecoderSpec, RopeSpec
+from .models.rope import settled
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +29,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str
     threads: int
     weight_formats: tuple[str, ...]
+    ropes: tuple[RopeSpec, ...]
     kv_format: str
     block_size: int
     num_blocks: int
@@ -45,7 +48,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Two engines with the same fingerprint give the same bits."""
         same_bits = (
             *(self.digest, self.model_impl, self.isa, self.bits, self.weight_formats, self.kv_format),
-            registry.build_id(),
+            *(self.ropes, registry.build_id()),
         )
         return "llmctl-" + hashlib.sha256(msgspec.json.encode(same_bits)).hexdigest()[:16]
 
@@ -69,6 +72,7 @@ def resolve(config: EngineConfig, model: Model) -> tuple[Plan, MemoryBudget]:
         kernels=config.kernels,
         threads=threads,
         weight_formats=formats,
+        ropes=_ropes(model.spec, budget.max_model_len),
         kv_format=budget.kv_format,
         block_size=config.block_size,
         num_blocks=budget.num_blocks,
@@ -83,3 +87,9 @@ def resolve(config: EngineConfig, model: Model) -> tuple[Plan, MemoryBudget]:
         speculation=config.speculative_config,
     )
     return plan, budget
+
+
+def _ropes(spec: DecoderSpec, max_positions: int) -> tuple[RopeSpec, ...]:
+    """The model's ropes as sequences of at most so many positions are rotated."""
+    ropes = (spec.rope,) if spec.rope_local is None else (spec.rope, spec.rope_local)
+    return tuple(settled(rope, spec.rope_dim, max_positions) for rope in ropes)

@@ -58,17 +58,21 @@ def outline(source: Source, config: EngineConfig) -> tuple[DecoderSpec, PackedSi
     """What our decoder would be made of."""
     from ...engine.load.checkpoint import open_checkpoint
     from ...engine.load.convert import roundings
+    from ...engine.models.rope_config import overridden
 
     checkpoint = open_checkpoint(source)
     tensors = checkpoint.tensors.values()
     size = packed_size(tensors, config.dtype)
-    return checkpoint.spec, dataclasses.replace(size, roundings=roundings(tensors, config.dtype))
+    spec = checkpoint.spec if config.rope_scaling is None else overridden(checkpoint.spec, config.rope_scaling)
+    return spec, dataclasses.replace(size, roundings=roundings(tensors, config.dtype))
 
 
 def outline_of_modules(source: Source, why: str, config: EngineConfig) -> tuple[DecoderSpec, PackedSize]:
     """What transformers' modules would be made of."""
+    from ...engine.load.model import check_rope_scaling
     from ...engine.load.transformers_model import describe_transformers
 
+    check_rope_scaling(source, why, config.rope_scaling)
     found = describe_transformers(source, why, config.dtype)
     return found.spec, PackedSize(found.weight_bytes, {found.weight_format: found.num_packed})
 

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import msgspec
 
+MAX_CONTEXT = 1 << 24  # as `--max-model-len` has it
 
-class RopeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+
+class RopeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Rotary position embedding, split-half order (dimension i is paired with i + head_dim / 2).
 
-    kind    default | linear | llama3 | factors: the last divides frequency i by factors[i], head_dim / 2 of them, which
-            is how GGUF files write llama3 down
+    kind              default | linear | llama3 | yarn | dynamic | longrope | factors: the last divides frequency i by
+                      factors[i], head_dim / 2 of them, which is how GGUF files write llama3 down
+    original_context  positions that the model was trained on, for the kinds that tell them from later ones
+    attention_factor  cosines and sines are multiplied with it
+    truncate          yarn: its passage from kept to stretched frequencies begins and ends at whole dimensions
+    long_factors      longrope: instead of `factors` where sequences may be longer than the original context
     """
 
     theta: float = 10000.0
@@ -22,9 +28,14 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     high_freq_factor: float = 4.0
     original_context: int = 0
     factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
 
 
-class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A decoder's shape. Sizes are counts of elements.
 
     windows          one entry per layer: positions that a query sees, its own included; 0 for full attention
@@ -59,6 +70,11 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def window(self, layer: int) -> int:
         """The layer's window, 0 for full attention."""
         return self.windows[layer] if self.windows else 0
+
+    @property
+    def rope_dim(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return self.head_dim
 
     def rope_of(self, layer: int) -> RopeSpec:
         """How the layer rotates its queries and keys."""

@@ -13,12 +13,11 @@ from typing import NamedTuple
 import msgspec
 
 from ...kernels.errors import CheckpointError, UnsupportedModel
-from .arch import DecoderSpec, RopeSpec
+from .arch import MAX_CONTEXT, DecoderSpec, RopeSpec
 from .fields import Config, flag_field, float_field, int_field, shown
-from .rope_config import layered_ropes, rope_spec
+from .rope_config import layered_ropes, rope_spec, scaled_context
 
 MAX_LAYERS = 1024  # a config that asks for more is broken; keeps a wrong number from becoming a huge table
-MAX_CONTEXT = 1 << 24  # as `--max-model-len` has it
 _INNER_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -227,6 +226,8 @@ def _spec(
         raise CheckpointError(f"`num_attention_heads` is {heads}, no multiple of `num_key_value_heads`, {kv_heads}")
     if head_dim % 2:
         raise CheckpointError(f"`head_dim` is {head_dim}, rotary embedding needs an even number")
+    if rope is None:
+        rope = rope_spec(config, head_dim)
     activation = config.get(activation_key, "silu")
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise UnsupportedModel(
@@ -241,9 +242,9 @@ def _spec(
         head_dim=head_dim,
         ffn_size=int_field(config, "intermediate_size"),
         vocab_size=int_field(config, "vocab_size"),
-        context_length=int_field(config, "max_position_embeddings", high=MAX_CONTEXT),
+        context_length=scaled_context(rope, int_field(config, "max_position_embeddings", high=MAX_CONTEXT)),
         norm_eps=float_field(config, "rms_norm_eps", default=1e-6),
-        rope=rope or rope_spec(config, head_dim),
+        rope=rope,
         activation=_ACTIVATIONS[activation],
         windows=windows or (0,) * layers,
         tied_head=flag_field(config, "tie_word_embeddings", default=False),

@@ -174,7 +174,7 @@ def test_an_unknown_family_lists_those_known():
     [
         ({"hidden_act": "gelu"}, "activation 'gelu' in `hidden_act`"),
         ({"hidden_act": ["silu"]}, "activation"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "mrope", "factor": 4.0}}, "rope type 'mrope'"),
         ({"rope_parameters": {"a": {"rope_theta": 1.0}, "b": {"rope_theta": 2.0}}}, "differ between layer types"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"model_type": "qwen2", "layer_types": ["linear_attention"] * 3}, "'linear_attention' in `layer_types`"),
