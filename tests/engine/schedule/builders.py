@@ -58,7 +58,7 @@ def config(
 
 def check_invariants(scheduler: Scheduler) -> None:
     """Blocks, tree and sequences agree with each other."""
-    memory, running = scheduler._memory, list(scheduler._running.values())
+    memory, running = scheduler._memory, list(scheduler._roster.running.values())
     tree, limits = memory.tree, scheduler._config
     assert not memory._held
     for group, pool in enumerate(memory.pools):
@@ -76,16 +76,16 @@ def check_invariants(scheduler: Scheduler) -> None:
     assert len(running) <= limits.max_num_seqs
     slots = [row.seq.slot for flight in scheduler._in_flight for row in flight.rows if row.seq.slot >= 0]
     used = {seq.slot for seq in running} | set(slots)
-    assert not used & set(scheduler._free_slots)
-    assert len(used) + len(scheduler._free_slots) == limits.max_num_seqs
+    assert not used & set(scheduler._roster.slots._free)
+    assert len(used) + len(scheduler._roster.slots._free) == limits.max_num_seqs
     for seq in running:
         spare = len(seq.blocks) - memory.blocks_for(seq.scheduled)
         assert 0 <= spare <= (limits.speculation.method != "none"), "drafts took more than they can use"
         assert seq.published * limits.block_size <= seq.computed <= seq.scheduled <= seq.goal
         assert seq.generated + seq.pending <= max(seq.max_new, 0)
-    live = sum(len(samples) for samples in scheduler._requests.values())
-    assert scheduler.stats().waiting + scheduler.stats().running == live == scheduler._live
-    assert len(scheduler._queue) == len(scheduler._waiting)
+    live = sum(len(samples) for samples in scheduler._roster.requests.values())
+    assert scheduler.stats().waiting + scheduler.stats().running == live == scheduler._roster.live
+    assert len(scheduler._roster.queue) == len(scheduler._roster.waiting)
 
 
 def check_runs(pool: BlockPool) -> set[int]:

@@ -146,9 +146,9 @@ def test_searches_preempted_at_any_moment_go_on_where_they_were(caching, depth):
         asked = company()
         loop.add(*asked)
         while loop.scheduler.has_work:
-            running = list(loop.scheduler._running.values())
+            running = list(loop.scheduler._roster.running.values())
             if running and rng.random() < 0.2:
-                loop.scheduler._preempt(rng.choice(running))
+                loop.scheduler._roster.preempt(rng.choice(running))
             loop.step()
             check_invariants(loop.scheduler)
         for each in asked:
@@ -165,7 +165,7 @@ def test_the_memory_of_beams_is_one_prompt_and_what_they_do_not_share(caching):
     while loop.scheduler.has_work:
         loop.step()
         stats = loop.scheduler.stats()
-        group = loop.scheduler._beams._groups.get(0)
+        group = loop.scheduler._roster.beams._groups.get(0)
         if group is not None and stats.running == width:
             distinct = {tuple(seq.tokens[:end]) for seq in group.holders for end in range(size, seq.computed + 1, size)}
             assert stats.blocks_active <= len(distinct) + 2 * width

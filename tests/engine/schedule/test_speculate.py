@@ -182,7 +182,7 @@ def test_an_abort_while_drafts_are_verified_frees_everything(depth):
     check_invariants(loop.scheduler)
     loop.run()
     stats = loop.scheduler.stats()
-    assert (stats.blocks_active, len(loop.scheduler._free_slots)) == (0, 4)
+    assert (stats.blocks_active, len(loop.scheduler._roster.slots._free)) == (0, 4)
     loop.scheduler.add(request("b", [*ROUND, 1, 2, 3, 9], max_tokens=1))
     loop.run()
 
@@ -211,14 +211,14 @@ def test_tenants_are_charged_for_tokens_that_stood_and_not_for_drafts():
     for speculation in (NO_SPECULATION, THREE):
         loop = loop_of(ROUND, [1, 2, 3, 4, 30, 31, 32, 33], speculation=speculation)
         total = 0
-        account = loop.scheduler._queue.served
+        account = loop.scheduler._roster.queue.served
 
         def count(tenant, tokens, account=account):
             nonlocal total
             total += tokens
             account(tenant, tokens)
 
-        loop.scheduler._queue.served = count
+        loop.scheduler._roster.queue.served = count
         loop.run()
         served.append(total)
         assert loop.scheduler.stats().recomputed_tokens == 0

@@ -166,7 +166,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         SchedulerMachine.accepted += loop.scheduler.stats().accepted_tokens
         stats = loop.scheduler.stats()
         assert (stats.waiting, stats.running, stats.blocks_active) == (0, 0, 0)
-        assert len(loop.scheduler._free_slots) == loop.config.max_num_seqs
+        assert len(loop.scheduler._roster.slots._free) == loop.config.max_num_seqs
         for asked in self.requests.values():
             for index in range(asked.sampling.n):
                 got = received[asked.id, index]
