@@ -17,6 +17,7 @@ from .runner.probe import try_bits
 from .runner.runner import RecordingRunner, Runner
 from .schedule.limits import SchedulerConfig
 from .schedule.scheduler import Scheduler
+from .schedule.windows import WindowLimit
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ def scheduler_config(plan: Plan, epoch: int) -> SchedulerConfig:
         max_num_batched_tokens=plan.max_num_batched_tokens,
         block_size=plan.block_size,
         num_blocks=(plan.num_blocks,),
+        windows=tuple(WindowLimit(group.window, group.num_blocks) for group in plan.groups[1:]),
         max_model_len=plan.max_model_len,
         enable_prefix_caching=plan.enable_prefix_caching,
         eviction_k=plan.eviction_k,
@@ -102,7 +104,7 @@ def _info(model: Model, plan: Plan, epoch: int, same_bits: bool) -> EngineInfo:
         threads=plan.threads,
         isa=plan.isa,
         fingerprint=plan.fingerprint,
-        num_blocks=plan.num_blocks,
+        num_blocks=sum(group.num_blocks for group in plan.groups),
         block_size=plan.block_size,
         epoch=epoch,
         model_impl=plan.model_impl,

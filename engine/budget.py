@@ -16,6 +16,7 @@ from ..kernels.errors import CapacityError, UsageError
 from ..kernels.formats import KVFormat
 from ..kernels.ops import PANEL
 from .config import EngineConfig
+from .kv_groups import KVGroup, kv_groups, kv_layer_bytes
 from .models.arch import DecoderSpec
 
 # The KV pool takes this share of what weights and workspace leave, unless all sequences need less or one needs more. A
@@ -37,7 +38,8 @@ class MemoryBudget:
     workspace   activations of one step, logits, rope tables and what is kept per sequence
     reserve     left alone
     kv_format   the kind of KVFormat
-    num_blocks  KV blocks of `block_size` tokens; together they are one arena
+    groups      the KV groups with their pools; the first keeps every position
+    step_blocks blocks that the positions of the steps in flight may take in a group with a window, all together
     """
 
     available: int
@@ -45,19 +47,30 @@ class MemoryBudget:
     workspace: int
     reserve: int
     kv_format: str
-    kv_bytes_per_token: int
+    groups: tuple[KVGroup, ...]
+    step_blocks: int
     block_size: int
-    num_blocks: int
     max_model_len: int
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks of the group that keeps every position."""
+        return self.groups[0].num_blocks
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of a token in all groups; for how long is a matter of the group."""
+        return sum(group.bytes_per_token for group in self.groups)
+
+    @property
     def bytes_per_block(self) -> int:
+        """Bytes of one block of every group."""
         return self.kv_bytes_per_token * self.block_size
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the KV pool."""
-        return self.bytes_per_block * self.num_blocks
+        """Bytes of the KV pools."""
+        return sum(group.num_blocks * group.bytes_per_token for group in self.groups) * self.block_size
 
     @property
     def num_tokens(self) -> int:
@@ -71,7 +84,15 @@ class MemoryBudget:
 
     def sequences(self, length: int) -> int:
         """How many sequences of `length` tokens fit at once, without a shared prefix."""
-        return self.num_blocks // blocks_for(length, self.block_size)
+        most = self.num_blocks // blocks_for(length, self.block_size)
+        for group in self.groups[1:]:
+            most = min(most, max(1, (group.num_blocks - self.step_blocks) // group.blocks_of(length, self.block_size)))
+        return most
+
+    def sequence_bytes(self, length: int) -> int:
+        """Bytes of KV of a sequence of `length` tokens that decodes."""
+        blocks = ((group, group.blocks_of(length, self.block_size)) for group in self.groups)
+        return sum(count * self.block_size * group.bytes_per_token for group, count in blocks)
 
 
 def blocks_for(length: int, block_size: int) -> int:
@@ -91,11 +112,8 @@ def choose_kv_format(config: EngineConfig, weight_formats: Sequence[str]) -> KVF
 
 
 def kv_bytes_per_token(spec: DecoderSpec, kv: KVFormat) -> int:
-    """Bytes of K and V of one token in all layers, scales included.
-
-    Every layer keeps every position, also one with a window.
-    """
-    return 2 * spec.num_layers * spec.num_kv_heads * kv.head_bytes(spec.head_dim)
+    """Bytes of K and V of one token in all layers, scales included."""
+    return spec.num_layers * kv_layer_bytes(spec, kv)
 
 
 def memory_budget(
@@ -104,13 +122,16 @@ def memory_budget(
     weight_formats: Sequence[str],
     config: EngineConfig,
     available_bytes: int,
+    *,
+    split_windows: bool = True,
 ) -> MemoryBudget:
     """The budget of this model under these options; bytes and formats of the weights are those of the packed ones.
 
     The KV pool is as large as asked, else what `max_num_seqs` sequences of full length need, at least one sequence of
     full length. In between it takes at most a quarter of the memory left after weights, workspace and reserve; with
-    `gpu_memory_utilization` all that this share of the available memory leaves. Raises CapacityError if that does not
-    fit, UsageError if the size of the pool is given twice.
+    `gpu_memory_utilization` all that this share of the available memory leaves. Layers with a window share pools of
+    their own if `split_windows`. Raises CapacityError if that does not fit, UsageError if the size of the pool is given
+    twice.
     """
     length = config.max_model_len or spec.context_length
     if length > spec.context_length:
@@ -129,16 +150,18 @@ def memory_budget(
             or f"free at least {format_bytes(1 - room)} of memory, or choose a model with smaller weights",
         )
     kv = choose_kv_format(config, weight_formats)
-    per_token = kv_bytes_per_token(spec, kv)
+    groups = kv_groups(spec, kv, length, config.block_size, split_windows)
+    pools = Pools(groups, length, config)
+    num_blocks = _pool_blocks(config, length, room, pools, kv)
     return MemoryBudget(
         available=available_bytes,
         weights=weight_bytes,
         workspace=workspace,
         reserve=reserve,
         kv_format=kv.kind,
-        kv_bytes_per_token=per_token,
+        groups=pools.sized(num_blocks),
+        step_blocks=pools.step_blocks,
         block_size=config.block_size,
-        num_blocks=_pool_blocks(config, length, room, per_token, kv),
         max_model_len=length,
     )
 
@@ -166,11 +189,66 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int) -> int
     return config.max_num_batched_tokens * row + per_sequence + rope
 
 
-def _pool_blocks(config: EngineConfig, length: int, room: int, per_token: int, kv: KVFormat) -> int:
-    """KV blocks of the pool, checked against the room for them and the length of one sequence."""
-    block = per_token * config.block_size
-    one = blocks_for(length, config.block_size)
-    most = room // block
+class Pools:
+    """How the pools of all groups grow together, by the blocks of the first.
+
+    Where there is one sequence's worth of it, the others have what that sequence needs while it is prefilled. From
+    twice that on they have what sequences of a typical length, a quarter of the longest, hold beside it, so that all
+    groups run out at once; and never more than all sequences need.
+    """
+
+    def __init__(self, groups: tuple[KVGroup, ...], length: int, config: EngineConfig) -> None:
+        self._groups = groups
+        self._block_size = config.block_size
+        self.one = blocks_for(length, config.block_size)
+        self.most = config.max_num_seqs * self.one
+        self.step_blocks = blocks_for(config.max_num_batched_tokens * config.async_depth, config.block_size)
+        self._typical = blocks_for(-(-length // 4), config.block_size)
+        self._limits = tuple(
+            (
+                group.blocks_of(length // 4, config.block_size),
+                min(self.one, group.blocks_of(length, config.block_size) + self.step_blocks),
+                config.max_num_seqs * group.blocks_of(length, config.block_size) + self.step_blocks,
+            )
+            for group in groups[1:]
+        )
+
+    def sized(self, num_blocks: int) -> tuple[KVGroup, ...]:
+        """All groups, the first with so many blocks."""
+        beyond = max(0, num_blocks - self.one)
+        rest = [
+            min(
+                max(least, -(-num_blocks * share // self._typical)),
+                least + -(-2 * beyond * share // self._typical),
+                max(least, num_blocks),
+                most,
+            )
+            for share, least, most in self._limits
+        ]
+        return tuple(
+            msgspec.structs.replace(group, num_blocks=count)
+            for group, count in zip(self._groups, (num_blocks, *rest), strict=True)
+        )
+
+    def bytes(self, num_blocks: int) -> int:
+        """What they take then."""
+        return sum(each.num_blocks * each.bytes_per_token for each in self.sized(num_blocks)) * self._block_size
+
+    def fitting(self, room: int) -> int:
+        """The most blocks of the first group with which all fit into so many bytes; 0 if none do."""
+        if not self._groups[0].bytes_per_token and self.bytes(self.most) <= room:
+            return self.most
+        low, high = 0, 1 << 40
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.bytes(middle) <= room else (low, middle)
+        return low
+
+
+def _pool_blocks(config: EngineConfig, length: int, room: int, pools: Pools, kv: KVFormat) -> int:
+    """KV blocks of the first group, checked against the room for all pools and the length of one sequence."""
+    one = pools.one
+    most = pools.fitting(room)
     sizes = {
         "--num-gpu-blocks-override": config.num_gpu_blocks_override,
         "--kv-cache-memory-bytes": config.kv_cache_memory_bytes,
@@ -181,35 +259,34 @@ def _pool_blocks(config: EngineConfig, length: int, room: int, per_token: int, k
     ]
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} both size the KV cache", "give one of them")
-    asked = config.num_gpu_blocks_override or config.kv_cache_memory_bytes // block
+    asked = config.num_gpu_blocks_override or pools.fitting(config.kv_cache_memory_bytes)
     if config.num_gpu_blocks_override or config.kv_cache_memory_bytes:
         if asked < one:
-            hint = f"use at least {one} blocks, which is {format_bytes(one * block)} ({one * block} bytes)"
+            needed = pools.bytes(one)
+            hint = f"use at least {one} blocks, which is {format_bytes(needed)} ({needed} bytes)"
             raise CapacityError(
                 f"a KV cache of {asked} blocks holds {asked * config.block_size} tokens, "
                 f"one sequence may have {length}",
                 hint + (f", or `--max-model-len {asked * config.block_size}`" if asked else ""),
             )
-        if asked > most:
+        if pools.bytes(asked) > room:
             raise CapacityError(
-                f"a KV cache of {asked} blocks needs {format_bytes(asked * block)}, {format_bytes(room)} are free",
-                f"{most} blocks fit" if most >= one else _shorter(config, length, room, per_token, kv),
+                f"a KV cache of {asked} blocks needs {format_bytes(pools.bytes(asked))}, {format_bytes(room)} are free",
+                f"{most} blocks fit" if most >= one else _shorter(config, most, room, pools.bytes(one), kv),
             )
         return asked
     if one > most:
         raise CapacityError(
-            f"one sequence of {length} tokens needs {format_bytes(one * block)} of KV cache, "
+            f"one sequence of {length} tokens needs {format_bytes(pools.bytes(one))} of KV cache, "
             f"{format_bytes(room)} are free",
-            _shorter(config, length, room, per_token, kv),
+            _shorter(config, most, room, pools.bytes(one), kv),
         )
-    return max(one, min(config.max_num_seqs * one, most if config.gpu_memory_utilization else most // POOL_SHARE))
+    return max(one, min(pools.most, most if config.gpu_memory_utilization else pools.fitting(room // POOL_SHARE)))
 
 
-def _shorter(config: EngineConfig, length: int, room: int, per_token: int, kv: KVFormat) -> str:
-    """The smallest change after which one sequence fits."""
-    fits = room // (per_token * config.block_size) * config.block_size
-    hints = [f"use `--max-model-len {fits}`"] if fits else []
-    needed = blocks_for(length, config.block_size) * config.block_size * per_token
+def _shorter(config: EngineConfig, most: int, room: int, needed: int, kv: KVFormat) -> str:
+    """The smallest change after which one sequence, which needs so many bytes, fits."""
+    hints = [f"use `--max-model-len {most * config.block_size}`"] if most else []
     for name, smaller in (("float16", KVFormat("f16")), ("fp8", KVFormat("fp8_e4m3"))):
         times = kv.bytes_per_value // smaller.bytes_per_value
         if times > 1 and needed // times <= room:

@@ -13,6 +13,7 @@ from ..kernels import registry
 from ..kernels.device import default_threads, read_machine
 from .budget import MemoryBudget, memory_budget
 from .config import EngineConfig, SpeculativeConfig
+from .kv_groups import KVGroup
 from .load.model import Model
 from .models.arch import DecoderSpec, RopeSpec
 from .models.rope import settled
@@ -32,7 +33,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     ropes: tuple[RopeSpec, ...]
     kv_format: str
     block_size: int
-    num_blocks: int
+    groups: tuple[KVGroup, ...]
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -44,6 +45,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculativeConfig
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks of the group that keeps every position."""
+        return self.groups[0].num_blocks
+
+    @property
     def fingerprint(self) -> str:
         """Two engines with the same fingerprint give the same bits."""
         same_bits = (
@@ -53,15 +59,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return "llmctl-" + hashlib.sha256(msgspec.json.encode(same_bits)).hexdigest()[:16]
 
 
-def resolve(config: EngineConfig, model: Model) -> tuple[Plan, MemoryBudget]:
+def resolve(config: EngineConfig, model: Model, *, split_windows: bool = True) -> tuple[Plan, MemoryBudget]:
     """The plan for this model on this machine, and the memory budget that sized its KV pool.
 
+    Who drives a runner without a scheduler, which would free what windows have passed, does without `split_windows`.
     Raises UsageError for options that contradict the model, CapacityError when it does not fit.
     """
     config.check()
     threads = config.threads or default_threads()
     formats = model.weight_formats
-    budget = memory_budget(model.spec, model.weight_bytes, formats, config, read_machine().memory_available)
+    available = read_machine().memory_available
+    budget = memory_budget(model.spec, model.weight_bytes, formats, config, available, split_windows=split_windows)
     isa, bits = registry.configure(config.kernels, threads)
     plan = Plan(
         model=model.name,
@@ -75,7 +83,7 @@ def resolve(config: EngineConfig, model: Model) -> tuple[Plan, MemoryBudget]:
         ropes=_ropes(model.spec, budget.max_model_len),
         kv_format=budget.kv_format,
         block_size=config.block_size,
-        num_blocks=budget.num_blocks,
+        groups=budget.groups,
         max_model_len=budget.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

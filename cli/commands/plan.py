@@ -16,6 +16,7 @@ from ..options import Json, MemoryOptions
 
 if TYPE_CHECKING:
     from ...engine.budget import MemoryBudget
+    from ...engine.kv_groups import KVGroup
     from ...engine.load.hub import Source
     from ...engine.models.arch import DecoderSpec
     from ...quant.formats.stored import StoredTensor
@@ -107,8 +108,18 @@ def as_json(model: str, size: PackedSize, budget: MemoryBudget) -> dict[str, obj
         "block_size": budget.block_size,
         "bytes_per_block": budget.bytes_per_block,
         "num_blocks": budget.num_blocks,
+        "kv_groups": [
+            {
+                "window": group.window,
+                "layers": len(group.layers),
+                "num_blocks": group.num_blocks,
+                "bytes_per_token": group.bytes_per_token,
+            }
+            for group in budget.groups
+        ],
         "max_model_len": budget.max_model_len,
         "sequences": {str(length): budget.sequences(length) for length in lengths(budget)},
+        "sequence_bytes": {str(length): budget.sequence_bytes(length) for length in lengths(budget)},
     }
 
 
@@ -117,16 +128,19 @@ def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget) -
     from ...engine.budget import format_bytes
 
     formats = ", ".join(f"{count} {name}" for name, count in size.formats.items())
-    pool = (
-        f"{budget.num_blocks} blocks of {budget.block_size} tokens in {budget.kv_format}, "
-        f"{format_bytes(budget.kv_bytes_per_token)} per token"
-    )
+    pools = [
+        f"{group.num_blocks} blocks of {budget.block_size} tokens in {budget.kv_format}, "
+        f"{format_bytes(group.bytes_per_token)} per token{part_of(group, budget)}"
+        for group in budget.groups
+        if group.layers
+    ]
     console.table(
         ["memory", ">size", ""],
         [
             ["weights", format_bytes(budget.weights), formats],
             *(["", "", rounding] for rounding in size.roundings),
-            ["KV cache", format_bytes(budget.kv_bytes), pool],
+            ["KV cache", format_bytes(budget.kv_bytes), pools[0]],
+            *(["", "", pool] for pool in pools[1:]),
             ["workspace", format_bytes(budget.workspace), "activations, logits and tables"],
             ["together", format_bytes(budget.total), ""],
             ["available", format_bytes(budget.available), f"of which {format_bytes(budget.reserve)} stay in reserve"],
@@ -134,9 +148,20 @@ def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget) -
         title=model,
     )
     console.table(
-        [">tokens per sequence", ">sequences at once"],
-        [[str(length), str(budget.sequences(length))] for length in lengths(budget)],
+        [">tokens per sequence", ">its KV cache", ">sequences at once"],
+        [
+            [str(length), format_bytes(budget.sequence_bytes(length)), str(budget.sequences(length))]
+            for length in lengths(budget)
+        ],
     )
+
+
+def part_of(group: KVGroup, budget: MemoryBudget) -> str:
+    """Which layers the group is of, where it is not of all."""
+    if len(budget.groups) == 1:
+        return ""
+    kept = f"the last {group.window}" if group.window else "all"
+    return f": {len(group.layers)} layers that keep {kept}"
 
 
 def lengths(budget: MemoryBudget) -> list[int]:

@@ -15,58 +15,49 @@ import numpy as np
 from ...kernels import registry
 from ...kernels.formats import KVFormat
 from ...kernels.ops import KVCopy, KVCopyArgs, KVLayer, U8Array
+from ..kv_groups import KVGroup
 
 
 @dataclass(frozen=True, slots=True)
-class KVGroup:
-    """Layers that share one block table. `kind` says which positions a sequence keeps: full (all of them)."""
+class BlockShape:
+    """What a block holds of one layer."""
 
-    kind: str
-    layers: tuple[int, ...]
     block_size: int
     num_kv_heads: int
     head_dim: int
     format: KVFormat
 
     @property
-    def bytes_per_layer(self) -> int:
+    def bytes(self) -> int:
         return 2 * self.num_kv_heads * self.block_size * self.format.head_bytes(self.head_dim)
-
-    @property
-    def bytes_per_block(self) -> int:
-        return self.bytes_per_layer * len(self.layers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupCache:
-    """One group's arena of `num_blocks` blocks, each layer's view of it, and the block copy bound to it."""
+    """One group's arena, each layer's view of it, and the block copy bound to it."""
 
     group: KVGroup
-    num_blocks: int
     arena: U8Array
     layers: dict[int, KVLayer]
     copy: KVCopy
 
 
-def allocate(index: int, group: KVGroup, num_blocks: int, kernels: str) -> GroupCache:
+def allocate(index: int, group: KVGroup, shape: BlockShape, kernels: str) -> GroupCache:
     """The arena of KV group `index`."""
-    stride = group.bytes_per_block
-    arena = np.frombuffer(_zero_pages(num_blocks * stride), np.uint8)
+    stride = shape.bytes * len(group.layers)
+    arena = np.frombuffer(_zero_pages(group.num_blocks * stride), np.uint8) if stride else np.zeros(0, np.uint8)
+    sizes = shape.block_size, shape.num_kv_heads, shape.head_dim, shape.format
     layers = {
-        layer: KVLayer(
-            arena, stride, place * group.bytes_per_layer, group.block_size, group.num_kv_heads, group.head_dim,
-            group.format, index,
-        )
-        for place, layer in enumerate(group.layers)
-    }  # fmt: skip
-    copy = registry.bind(
-        "kv_copy",
-        KVCopyArgs(
-            arena, stride, len(group.layers), group.block_size, group.num_kv_heads, group.head_dim, group.format
-        ),
-        kernels=kernels,
-    )
-    return GroupCache(group, num_blocks, arena, layers, copy)
+        layer: KVLayer(arena, stride, place * shape.bytes, *sizes, index) for place, layer in enumerate(group.layers)
+    }
+    if not stride:
+        return GroupCache(group, arena, layers, _copy_nothing)
+    copy = registry.bind("kv_copy", KVCopyArgs(arena, stride, len(group.layers), *sizes), kernels=kernels)
+    return GroupCache(group, arena, layers, copy)
+
+
+def _copy_nothing(source: int, target: int, tokens: int) -> None:
+    """The block copy of a group without layers."""
 
 
 def _zero_pages(size: int) -> mmap.mmap:

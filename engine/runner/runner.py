@@ -20,7 +20,7 @@ from ..plan import Plan
 from ..sample.sampler import Sampler
 from ..sample.slots import make_slots
 from ..schedule.step import Step, StepResult
-from .cache import KVGroup, allocate
+from .cache import BlockShape, allocate
 from .inputs import apply_deltas, fill_batch
 
 
@@ -29,13 +29,10 @@ class Runner:
 
     def __init__(self, model: Model, plan: Plan) -> None:
         spec = model.spec
-        group = KVGroup(
-            "full", tuple(range(spec.num_layers)), plan.block_size, spec.num_kv_heads, spec.head_dim,
-            KVFormat(plan.kv_format),
-        )  # fmt: skip
-        self.groups = (allocate(0, group, plan.num_blocks, plan.kernels),)
+        shape = BlockShape(plan.block_size, spec.num_kv_heads, spec.head_dim, KVFormat(plan.kv_format))
+        self.groups = tuple(allocate(index, group, shape, plan.kernels) for index, group in enumerate(plan.groups))
         max_blocks = -(-plan.max_model_len // plan.block_size)
-        self._slots = make_slots(plan.max_num_seqs, plan.max_model_len, (max_blocks,))
+        self._slots = make_slots(plan.max_num_seqs, plan.max_model_len, (max_blocks,) * len(self.groups))
         self._batch = make_batch(
             plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_logit_rows, self._slots.tables
         )

@@ -45,7 +45,9 @@ class Scheduler:
             )
         self._config = config
         self._counts = Counts()
-        self._memory = KVMemory(config.num_blocks, config.block_size, config.enable_prefix_caching, config.eviction_k)
+        self._memory = KVMemory(
+            config.num_blocks, config.block_size, config.enable_prefix_caching, config.eviction_k, config.windows
+        )
         queue = make_queue(config.policy, config.limit, dict(config.tenant_weights))
         speculator = Speculator(config.speculation, self._memory)
         self._roster = Roster(config, self._memory, queue, self._counts)

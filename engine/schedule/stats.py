@@ -55,7 +55,7 @@ class Counts:
 
     def stats(self, memory: KVMemory, waiting: int, running: Collection[Sequence]) -> SchedulerStats:
         """These counts beside how memory stands now."""
-        pools, tree = memory.pools, memory.tree
+        pools, tree = memory.all_pools, memory.tree
         return SchedulerStats(
             waiting=waiting,
             running=len(running),

@@ -214,7 +214,7 @@ def test_what_the_decoder_cannot_do_is_refused(changes, message):
         ({"rope_scaling": "linear"}, "rope_scaling"),
         ({"model_type": "mistral", "layer_types": ["full_attention"]}, "`layer_types` has 1 entries"),
         ({"model_type": "mistral", "layer_types": 3}, "layer_types"),
-        ({"rope_parameters": {"rope_type": "factors", "factors": [1.0]}}, "1 rope factors, expected 8"),
+        ({"rope_parameters": {"rope_type": "factors", "factors": [1.0]}}, "1 rope factors in `factors`, expected 8"),
         ({"rope_parameters": {"rope_type": "factors", "factors": [0.0] * 8}}, "no positive number"),
         ({"model_type": "gemma3_text", "rope_parameters": {"rope_type": "default"}}, "each type of layer"),
         ({"tie_word_embeddings": "yes"}, "`tie_word_embeddings`"),

@@ -81,8 +81,10 @@ class FakeRunner:
         self.config = config
         self.model = model or FakeModel()
         self.slots: dict[int, Slot] = {}
+        self.pools = (*config.num_blocks, *(each.num_blocks for each in config.windows))
+        self.windows = (0,) * len(config.num_blocks) + tuple(each.window for each in config.windows)
         self.kv: list[list[list[int | None]]] = [
-            [[None] * config.block_size for _ in range(count)] for count in config.num_blocks
+            [[None] * config.block_size for _ in range(count)] for count in self.pools
         ]
         self.next_index = 0
         self.copied_tokens = 0
@@ -100,13 +102,11 @@ class FakeRunner:
             tokens = array("i")
             tokens.frombytes(admit.tokens)
             assert 0 < admit.prompt_len <= len(tokens)
-            self.slots[admit.slot] = Slot(
-                admit.prompt_len, admit.sampling, list(tokens), [[] for _ in config.num_blocks]
-            )
+            self.slots[admit.slot] = Slot(admit.prompt_len, admit.sampling, list(tokens), [[] for _ in self.pools])
         assert len(self.slots) <= config.max_num_seqs
         for delta in step.tables:
             assert delta.blocks
-            assert all(0 <= block < config.num_blocks[delta.group] for block in delta.blocks)
+            assert all(0 <= block < self.pools[delta.group] for block in delta.blocks)
             self.slots[delta.slot].tables[delta.group].extend(delta.blocks)
         self._copy(step)
         assert step.chunks, "an empty step"
@@ -115,10 +115,10 @@ class FakeRunner:
         assert sum(chunk.count - chunk.logits_from for chunk in step.chunks) <= config.logit_rows
         for chunk in step.chunks:
             self._draft(chunk)
-            self._check_reads(self.slots[chunk.slot], chunk.start)
+            self._check_reads(self.slots[chunk.slot], chunk.start, chunk.start)
             self._write(self.slots[chunk.slot], chunk.start, chunk.count)
         for chunk in step.chunks:  # again: has one chunk written over what another reads?
-            self._check_reads(self.slots[chunk.slot], chunk.start + chunk.count)
+            self._check_reads(self.slots[chunk.slot], chunk.start, chunk.start + chunk.count)
         return StepResult(step.index, tuple(self._result(chunk) for chunk in step.chunks))
 
     def _copy(self, step: Step) -> None:
@@ -141,11 +141,14 @@ class FakeRunner:
             assert chunk.start + chunk.count - len(chunk.drafts) == len(tokens), "drafts after tokens not known"
             tokens.extend(chunk.drafts)
 
-    def _check_reads(self, slot: Slot, end: int) -> None:
+    def _check_reads(self, slot: Slot, start: int, end: int) -> None:
+        """What the positions from `start` on see before `end` is the sequence's own."""
         size = self.config.block_size
         for position in range(end):
             history = slot.history(position)
             for group, table in enumerate(slot.tables):
+                if self.windows[group] and position < start + 1 - self.windows[group]:
+                    continue
                 assert self.kv[group][table[position // size]][position % size] == history, (
                     f"position {position} reads another history"
                 )
