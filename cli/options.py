@@ -69,6 +69,20 @@ def parse_length(value: str | int) -> int:
     return 0 if str(value).strip() in ("auto", "-1") else parse_count(value)
 
 
+def parse_weights(text: str) -> dict[str, float]:
+    """The weights that `a=3,b=0.5` gives; a name may hold `=` signs, its weight comes after the last."""
+    weights: dict[str, float] = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        name, _, weight = pair.rpartition("=")
+        try:
+            weights[name.strip()] = float(weight)
+        except ValueError:
+            name = ""
+        if not name:
+            raise UsageError(f"`{pair}` in --tenant-weights is no name with a weight", "write it as alice=3,bob=1")
+    return weights
+
+
 def parse_speculation(value: str | SpeculativeConfig) -> SpeculativeConfig:
     """The config that a method's name gives, or a JSON object such as vLLM takes."""
     if isinstance(value, SpeculativeConfig):
@@ -258,8 +272,28 @@ def engine_config(
         ),
     ] = _DEFAULT.cache_audit,
     scheduling_policy: Annotated[
-        str, _name("--scheduling-policy", text=f"Who goes first: {' or '.join(POLICIES)}.")
+        str, _name("--scheduling-policy", text=f"Who goes first: {', '.join(POLICIES[:-1])} or {POLICIES[-1]}.")
     ] = _DEFAULT.scheduling_policy,
+    tenant_weights: Annotated[
+        str,
+        typer.Option(
+            "--tenant-weights",
+            metavar="NAME=W,...",
+            help="Shares of tenants, as the request log names them, in the fair queue; 1 for others.",
+        ),
+    ] = "",
+    itl_target_ms: Annotated[
+        float,
+        typer.Option(
+            "--itl-target-ms",
+            metavar="MS",
+            help="How long prompts may let others wait for their next token; 0: four times as long as without prompts.",
+        ),
+    ] = _DEFAULT.itl_target_ms,
+    max_prefill_tokens_beside_decode: Annotated[
+        int,
+        _count("--max-prefill-tokens-beside-decode", text="The same as a count of prompt tokens in one step."),
+    ] = _DEFAULT.max_prefill_tokens_beside_decode,
     threads: Annotated[
         int, _count("--threads", "-t", text="CPU threads of this engine; 0: one per physical core it may use.")
     ] = _DEFAULT.threads,
@@ -289,6 +323,9 @@ def engine_config(
         cache_eviction_k=cache_eviction_k,
         cache_audit=cache_audit,
         scheduling_policy=scheduling_policy,
+        tenant_weights=parse_weights(tenant_weights),
+        itl_target_ms=itl_target_ms,
+        max_prefill_tokens_beside_decode=max_prefill_tokens_beside_decode,
         threads=threads,
         seed=seed or 0,
         async_depth=async_depth,

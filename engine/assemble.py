@@ -75,6 +75,8 @@ def scheduler_config(plan: Plan, epoch: int) -> SchedulerConfig:
         enable_prefix_caching=plan.enable_prefix_caching,
         eviction_k=plan.eviction_k,
         policy=plan.scheduling_policy,
+        tenant_weights=plan.tenant_weights,
+        pace=plan.pace,
         depth=plan.async_depth,
         speculation=plan.speculation,
         max_logit_rows=plan.max_logit_rows,

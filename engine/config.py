@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import typing
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from ..kernels.errors import UsageError
 from .rope_scaling import RopeScaling
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # what runs if nobody names a model; `load/hub.py` knows where it is
-POLICIES = ("hybrid", "fcfs")
+POLICIES = ("hybrid", "fcfs", "sjf", "fair", "priority")
+FAIR_POLICIES = ("hybrid", "fair")  # those that share the engine between tenants
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
 EVICTIONS = ("lru-k", "lru")
@@ -91,6 +93,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_gpu_blocks_override KV blocks in the pool instead of what the memory budget gives (the flag's name is vLLM's)
     gpu_memory_utilization  share of the available memory, on any device, that weights, workspace and KV pool may take
                             together; 0: a quarter of what the first two leave goes to the pool
+    tenant_weights          shares of tenants (API keys, or `user`) in the fair queue; 1 for who is not named
+    itl_target_ms           pause between tokens that prompts beside decodes may cause; 0: four times a step of decodes
+    max_prefill_tokens_beside_decode  prompt tokens of a step with decodes, whatever they cost; 0: as the target allows
     seed                    not 0: requests that name no seed get the next of a series made from this one
     model_impl              llmctl is our own decoder, transformers its modules on our cache and kernels; auto takes
                             transformers for what our decoder does not know
@@ -114,6 +119,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache_eviction_k: int = 2
     cache_audit: float = 0.0
     scheduling_policy: str = "hybrid"
+    tenant_weights: dict[str, float] = {}
+    itl_target_ms: float = 0.0
+    max_prefill_tokens_beside_decode: int = 0
     threads: int = 0
     seed: int = 0
     async_depth: int = 1
@@ -156,6 +164,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("--cache-eviction-k", self.cache_eviction_k, 1, 16),
             ("--threads", self.threads, 0, 1024),
             ("--async-depth", self.async_depth, 1, 2),
+            ("--max-prefill-tokens-beside-decode", self.max_prefill_tokens_beside_decode, 0, 1 << 20),
         ):
             if not low <= number <= high:
                 raise UsageError(f"{name} is {number}, it must be from {low} to {high}")
@@ -163,6 +172,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise UsageError(
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization:g}, it must be from 0 to 1",
                 "0.9 lets the engine have nine tenths of the available memory",
+            )
+        if not 0 <= self.itl_target_ms < 1e9:
+            raise UsageError(f"--itl-target-ms is {self.itl_target_ms:g}, it must be 0 or more milliseconds")
+        if self.itl_target_ms and self.max_prefill_tokens_beside_decode:
+            raise UsageError(
+                f"--itl-target-ms is {self.itl_target_ms:g} and --max-prefill-tokens-beside-decode "
+                f"{self.max_prefill_tokens_beside_decode}",
+                "give one of them: a time or a count",
+            )
+        for tenant, weight in self.tenant_weights.items():
+            if not 0 < weight < math.inf:
+                raise UsageError(f"the weight of tenant `{tenant}` is {weight}, it must be above 0 and finite")
+        if self.tenant_weights and self.scheduling_policy not in FAIR_POLICIES:
+            raise UsageError(
+                f"--tenant-weights has no effect with --scheduling-policy {self.scheduling_policy}",
+                f"use one of: {', '.join(FAIR_POLICIES)}",
             )
         if not 0 <= self.cache_audit <= 1:
             raise UsageError(f"--cache-audit is {self.cache_audit}, it must be from 0 to 1")

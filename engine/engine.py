@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from .request import Output, Request
@@ -45,9 +48,17 @@ class Core(Protocol):
 class Engine:
     """Requests to outputs. At most `depth` steps are in flight; depth 2 gives the tokens of depth 1."""
 
-    def __init__(self, scheduler: Scheduler, runner: StepRunner, depth: int = 1) -> None:
-        self._scheduler, self._runner, self._depth = scheduler, runner, depth
-        self._pending: deque[Pending] = deque()
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        depth: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._scheduler, self._runner, self._depth, self._clock = scheduler, runner, depth, clock
+        self._pending: deque[tuple[Pending, float]] = deque()  # with the time it was submitted at
+        self._last_result = 0.0
+        self._scheduler_s = self._step_s = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -64,18 +75,31 @@ class Engine:
 
     def step(self) -> tuple[Output, ...]:
         """Keep `depth` steps in flight and return what the oldest of them produced."""
+        started = begin = self._clock()
         while len(self._pending) < self._depth and (step := self._scheduler.schedule()) is not None:
-            self._pending.append(self._runner.submit(step))
+            submitted = self._clock()
+            self._scheduler_s += submitted - begin
+            self._pending.append((self._runner.submit(step), submitted))
+            begin = self._clock()
         if not self._pending:
             return ()
-        return self._scheduler.update(self._pending.popleft().result())
+        pending, submitted = self._pending.popleft()
+        result = pending.result()
+        done = self._clock()
+        seconds = done - max(submitted, self._last_result)  # a step begins when the one before it ends
+        outputs = self._scheduler.update(result, seconds)
+        self._last_result = done
+        ended = self._clock()
+        self._scheduler_s += ended - done
+        self._step_s += ended - started
+        return outputs
 
     def stats(self) -> SchedulerStats:
         """Counters of the scheduler and the KV pool as they are now."""
-        return self._scheduler.stats()
+        return dataclasses.replace(self._scheduler.stats(), scheduler_s=self._scheduler_s, step_s=self._step_s)
 
     def close(self) -> None:
         """Wait for the steps in flight and release the runner."""
         while self._pending:
-            self._scheduler.update(self._pending.popleft().result())
+            self._scheduler.update(self._pending.popleft()[0].result())
         self._runner.close()

@@ -79,5 +79,7 @@ def _stats(engine: Core, steps: int, generated: int, age: float) -> EngineStats:
         cache_audits=stats.audits,
         cache_audit_failures=stats.audit_failures,
         steps=steps,
+        scheduler_s=stats.scheduler_s,
+        step_s=stats.step_s,
         last_step_age_s=age,
     )

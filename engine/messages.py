@@ -49,6 +49,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     cache_audits: int = 0
     cache_audit_failures: int = 0
     steps: int = 0
+    scheduler_s: float = 0.0  # in the scheduler and the prefix tree, of `step_s` in all
+    step_s: float = 0.0
     last_step_age_s: float = 0.0
 
 

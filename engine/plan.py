@@ -17,6 +17,7 @@ from .kv_groups import KVGroup
 from .load.model import Model
 from .models.arch import DecoderSpec, RopeSpec
 from .models.rope import settled
+from .schedule.pace import PaceConfig
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +42,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool
     eviction_k: int
     scheduling_policy: str
+    tenant_weights: tuple[tuple[str, float], ...]
+    pace: PaceConfig
     async_depth: int
     speculation: SpeculativeConfig
 
@@ -91,6 +94,8 @@ def resolve(config: EngineConfig, model: Model, *, split_windows: bool = True) -
         enable_prefix_caching=config.enable_prefix_caching,
         eviction_k=config.eviction_k,
         scheduling_policy=config.scheduling_policy,
+        tenant_weights=tuple(config.tenant_weights.items()),
+        pace=PaceConfig(config.max_prefill_tokens_beside_decode, config.itl_target_ms / 1000),
         async_depth=config.async_depth,
         speculation=config.speculative_config,
     )

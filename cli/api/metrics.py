@@ -118,6 +118,7 @@ class _EngineCollector(Collector):
             ("kv_blocks_cached", "KV blocks that only the prefix cache holds.", stats.blocks_cached),
             ("kv_fragmentation", "Share of the blocks not in use that are in no run of 16.", stats.fragmentation),
             ("kv_waste", "Share of the positions in used blocks that hold no token.", stats.waste),
+            ("scheduler_share", "Share of scheduling in the steps' time.", stats.scheduler_s / (stats.step_s or 1)),
             ("last_step_age_seconds", "Since the engine's last step; 0 when idle.", stats.last_step_age_s),
         ):  # fmt: skip
             gauge = GaugeMetricFamily(f"llmctl:{name}", text, labels=("model_name",))
@@ -137,6 +138,8 @@ class _EngineCollector(Collector):
             ("spec_decode_num_draft_tokens", "Tokens drafted.", stats.draft_tokens),
             ("spec_decode_num_accepted_tokens", "Drafted tokens that stood.", stats.accepted_tokens),
             ("engine_steps", "Steps of the engine.", stats.steps),
+            ("step_seconds", "Time of these steps, scheduling included.", stats.step_s),
+            ("scheduler_seconds", "Of it in the scheduler and the prefix tree.", stats.scheduler_s),
         ):
             counter = CounterMetricFamily(f"llmctl:{name}", text, labels=("model_name",))
             counter.add_metric((self._model,), value)

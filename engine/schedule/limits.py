@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ...kernels.errors import CapacityError, UsageError
 from ..config import NO_SPECULATION, SpeculativeConfig
 from ..request import Request
+from .pace import PaceConfig
 from .windows import WindowLimit
 
 
@@ -30,6 +31,7 @@ class SchedulerConfig:
     speculation: SpeculativeConfig = NO_SPECULATION
     max_logit_rows: int = 0  # rows with logits in one step; 0: as many as tokens
     windows: tuple[WindowLimit, ...] = ()
+    pace: PaceConfig | None = None  # of prompts beside decodes; None: whatever the token budget allows
     tenant_weights: tuple[tuple[str, float], ...] = ()  # shares of the fair queue; 1 for who is not named
 
     @property

@@ -21,8 +21,10 @@ from .draft import Draft, Row
 from .filling import Filler
 from .limits import SchedulerConfig
 from .memory import KVMemory
+from .pace import Pace
 from .policy import make_queue
 from .roster import Roster
+from .sequence import Phase
 from .settling import Settler
 from .speculate import Speculator
 from .stats import Counts, SchedulerStats, SequenceState, state_of
@@ -51,7 +53,8 @@ class Scheduler:
         queue = make_queue(config.policy, config.limit, dict(config.tenant_weights))
         speculator = Speculator(config.speculation, self._memory)
         self._roster = Roster(config, self._memory, queue, self._counts)
-        self._filler = Filler(self._roster, self._memory, speculator, self._counts)
+        self._pace = None if config.pace is None else Pace(config.pace)
+        self._filler = Filler(self._roster, self._memory, speculator, self._counts, self._pace)
         self._settler = Settler(self._roster, self._filler, self._memory, speculator, self._counts, config.epoch)
         self._in_flight: deque[_InFlight] = deque()
 
@@ -60,9 +63,23 @@ class Scheduler:
         """Whether any sequence is unfinished or any result outstanding."""
         return bool(self._roster.live or self._in_flight)
 
-    def add(self, request: Request) -> None:
-        """Queue a request. CapacityError if it could not run even alone, UsageError for an id in use."""
-        self._roster.add(request)
+    def add(self, request: Request, max_wait: int | None = None) -> None:
+        """Queue a request. CapacityError if it could not run even alone, UsageError for an id in use.
+
+        `max_wait`: it should not be passed by what comes more than so many steps later.
+        """
+        self._roster.add(request, max_wait)
+
+    def expire(self, request_id: str, error: str) -> tuple[Output, ...]:
+        """End a request that has waited for too long, if it never ran; what it is told is `error`."""
+        samples = tuple(self._roster.requests.get(request_id, ()))
+        if not samples or samples[0].leader.phase is not Phase.WAITING:
+            return ()
+        if samples[0].is_beam:
+            return self._settler.end_search(samples[0], FinishReason.OVERDUE, error)
+        for seq in samples:
+            self._roster.waiting.forget(seq)
+        return tuple(self._settler.end(seq, (), (), FinishReason.OVERDUE, error) for seq in samples)
 
     def abort(self, request_id: str, index: int | None = None) -> tuple[Output, ...]:
         """End every unfinished sequence of the request, or only that with this index; an unknown one is no error.
@@ -88,18 +105,20 @@ class Scheduler:
             return None
         step = draft.freeze(self._counts.steps, self._roster.slots.take_drops())
         self._counts.steps += 1
-        self._in_flight.append(_InFlight(step.index, tuple(draft.rows)))
+        self._in_flight.append(_InFlight(step.index, tuple(draft.rows), draft.decodes, draft.prompt_tokens))
         return step
 
-    def update(self, result: StepResult) -> tuple[Output, ...]:
-        """What the oldest step in flight brought, one Output for each sequence that got a token or ended."""
+    def update(self, result: StepResult, seconds: float = 0.0) -> tuple[Output, ...]:
+        """What the oldest step in flight brought, one Output for each sequence that got a token or ended.
+
+        `seconds`: how long it took, if that is known.
+        """
         flight = self._in_flight.popleft()
         assert flight.step == result.index, f"result of step {result.index}, expected that of {flight.step}"
         assert len(flight.rows) == len(result.chunks), (len(flight.rows), len(result.chunks))
-        outputs: list[Output] = []
-        for row, chunk in zip(flight.rows, result.chunks):
-            outputs.extend(self._settler.settle(row, chunk))
-        return tuple(outputs)
+        if self._pace is not None:
+            self._pace.learn(flight.decodes, flight.prompt_tokens, seconds)
+        return self._settler.settle(flight.rows, result.chunks)
 
     def stats(self) -> SchedulerStats:
         """Counts as they are now."""
@@ -114,3 +133,5 @@ class Scheduler:
 class _InFlight(NamedTuple):
     step: int
     rows: tuple[Row, ...]
+    decodes: int
+    prompt_tokens: int

@@ -58,6 +58,7 @@ class Sequence:
     order      arrival number, unique; a lower one came first
     leader     the request's sequence 0, whose prompt the others share (itself for sequence 0)
     tokens     the prompt and every token accepted so far
+    max_wait   steps that the request can wait, as far as they are known
     goal       positions to compute in a whole life: the last token allowed needs no KV
     blocks     per logical block, one physical block of every KV group
     windows    the table of every KV group with a window
@@ -71,6 +72,8 @@ class Sequence:
     published  full blocks known to the prefix tree, the last of them as `cursor`
     probed     prompt positions that were scheduled with logits, for `prompt_logprobs`, which has those that came back
     charged    positions that were ever scheduled: recomputing is not the tenant's fault
+    is_beam    one of a beam search: which token follows depends on the other beams
+    plain      tokens are all that is wanted of it: no beam, no logprobs
     """
 
     __slots__ = (
@@ -84,11 +87,14 @@ class Sequence:
         "goal",
         "in_flight",
         "index",
+        "is_beam",
         "leader",
         "max_new",
+        "max_wait",
         "order",
         "pending",
         "phase",
+        "plain",
         "probed",
         "prompt_len",
         "prompt_logprobs",
@@ -100,11 +106,22 @@ class Sequence:
         "windows",
     )
 
-    def __init__(self, request: Request, index: int, order: int, limit: int, leader: Sequence | None = None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        order: int,
+        limit: int,
+        leader: Sequence | None = None,
+        max_wait: int | None = None,
+    ) -> None:
         self.request = request
         self.index = index
         self.order = order
+        self.max_wait = max_wait
         self.leader = self if leader is None else leader
+        self.is_beam = request.sampling.use_beam_search
+        self.plain = not self.is_beam and request.sampling.logprobs is None
         self.phase = Phase.WAITING
         self.tokens = list(request.prompt)
         self.prompt_len = len(request.prompt)
@@ -159,11 +176,6 @@ class Sequence:
     @property
     def _unprobed(self) -> bool:
         return self.wants_prompt and self.probed < self.prompt_len - 1
-
-    @property
-    def is_beam(self) -> bool:
-        """Whether the sequence is one of a beam search: which token follows depends on the other beams."""
-        return self.request.sampling.use_beam_search
 
     @property
     def unit(self) -> int:

@@ -45,6 +45,10 @@ class Speculator:
         self._memory = memory
         self._states: dict[int, _Drafting] = {}
 
+    def may_wait(self, running: int) -> bool:
+        """Whether `waits` can be true of any of so many."""
+        return running <= self._most
+
     def waits(self, seq: Sequence, running: int) -> bool:
         """Whether the sequence, whose last token is being sampled, should get its result before its next step."""
         if running > self._most or seq.in_flight == 0 or self._memory.available <= running:
@@ -54,6 +58,8 @@ class Speculator:
 
     def extend(self, draft: Draft, running: Collection[Sequence]) -> int:
         """Add drafts to the step's rows that sample after known tokens; how many tokens that is."""
+        if draft.sampling > self._most:
+            return 0
         sampling = [place for place, row in enumerate(draft.rows) if row.samples]
         left = min(draft.left, draft.logits_left, 1 + self._most - len(sampling))
         if left <= 0:

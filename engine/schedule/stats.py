@@ -13,6 +13,7 @@ from .sequence import Phase, Sequence
 class SchedulerStats:
     """Counts now (sequences, blocks summed over groups, shares of them) and since the start (the rest).
 
+    `scheduler_s` is the time in the scheduler and the prefix tree, `step_s` that of all steps with it.
     `drafts` are chunks with `draft_tokens` proposed tokens together, of which `accepted_tokens` stood. `audits` are of
     prefix hits, see `engine/audit.py`.
     """
@@ -37,6 +38,8 @@ class SchedulerStats:
     accepted_tokens: int
     audits: int = 0
     audit_failures: int = 0
+    scheduler_s: float = 0.0
+    step_s: float = 0.0
 
 
 @dataclass(slots=True)

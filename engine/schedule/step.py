@@ -55,7 +55,7 @@ class Copy(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True):
+class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Compute positions start .. start + count - 1 of `slot`. Prefill, decode and extend differ only in the numbers.
 
     Tokens from `logits_from` on (an offset into the chunk; `count` means none) get logits, and each such position
@@ -83,7 +83,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     chunks: tuple[Chunk, ...] = ()
 
 
-class ChunkResult(msgspec.Struct, frozen=True, array_like=True):
+class ChunkResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one chunk sampled: one token per position with logits (none for a chunk that ends inside a prompt).
 
     After a `known` position that is the known token. With drafts the tokens end with the first that is not the draft in

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as ListLike
 
-from .policy import Queue, Ticket
+from .policy import Queue
 from .sequence import Phase, Sequence
+from .tickets import Ticket
 
 
 class WaitingLine:
@@ -30,6 +31,7 @@ class WaitingLine:
             max_tokens=seq.max_new,
             step=step,
             resumed=seq.phase is Phase.PREEMPTED,
+            wait=seq.max_wait,
         )
         self._queued[seq.order] = seq, ticket
         self._queue.push(ticket)

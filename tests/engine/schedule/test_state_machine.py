@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from llmctl.engine.config import SpeculativeConfig
+from llmctl.engine.config import POLICIES, SpeculativeConfig
 from llmctl.engine.request import FinishReason
 from llmctl.kernels.errors import CapacityError
 
@@ -48,7 +48,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.sampled_from((1, 3, 8, 64)),
         depth=st.integers(1, 3),
         caching=st.sampled_from((True, True, False)),
-        policy=st.sampled_from(("hybrid", "fcfs")),
+        policy=st.sampled_from(POLICIES),
         bad_every=st.sampled_from((0, 0, 20)),
         eviction_k=st.integers(1, 3),
         repeats=st.sampled_from((0, 4, 7)),
