@@ -64,6 +64,15 @@ def parse_share(value: str | float) -> float:
         raise typer.BadParameter(f"`{value}` is not a share such as 0.9") from None
 
 
+def parse_gib(value: str | float) -> float:
+    """GiB, as a number or as a size with a suffix: 4, 0.5, 512M."""
+    text = str(value).strip()
+    try:
+        return float(text)
+    except ValueError:
+        return parse_count(text) / (1 << 30)
+
+
 def parse_length(value: str | int) -> int:
     """A context length; `auto` and -1 are 0, which means the model's own."""
     return 0 if str(value).strip() in ("auto", "-1") else parse_count(value)
@@ -213,6 +222,18 @@ def memory_config(
             "cache takes a quarter of what weights leave.",
         ),
     ] = _DEFAULT.gpu_memory_utilization,
+    swap_space: Annotated[
+        float,
+        typer.Option(
+            "--swap-space",
+            "--kv-offloading-size",
+            "--hicache-size",
+            metavar="GIB",
+            parser=parse_gib,
+            help="Disk for KV blocks that memory has no room for, in GiB such as 4, or 512M; 0: none. It is taken as "
+            "it is needed, beside the models (LLMCTL_CACHE), and given back at the end.",
+        ),
+    ] = _DEFAULT.swap_space,
     model_impl: Annotated[
         str,
         _name(
@@ -235,6 +256,7 @@ def memory_config(
         num_gpu_blocks_override=num_gpu_blocks_override,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         gpu_memory_utilization=gpu_memory_utilization,
+        swap_space=swap_space,
         model_impl=model_impl,
     )
     config.check()
@@ -271,6 +293,14 @@ def engine_config(
             help="Share of prefix hits (0 to 1) that are computed again and compared bit for bit.",
         ),
     ] = _DEFAULT.cache_audit,
+    preemption_mode: Annotated[
+        str,
+        _name(
+            "--preemption-mode",
+            text="What a sequence that had to make room comes back by: swap, recompute, or auto: the cheaper as "
+            "measured. The tokens are the same.",
+        ),
+    ] = _DEFAULT.preemption_mode,
     scheduling_policy: Annotated[
         str, _name("--scheduling-policy", text=f"Who goes first: {', '.join(POLICIES[:-1])} or {POLICIES[-1]}.")
     ] = _DEFAULT.scheduling_policy,
@@ -322,6 +352,7 @@ def engine_config(
         cache_eviction=cache_eviction,
         cache_eviction_k=cache_eviction_k,
         cache_audit=cache_audit,
+        preemption_mode=preemption_mode,
         scheduling_policy=scheduling_policy,
         tenant_weights=parse_weights(tenant_weights),
         itl_target_ms=itl_target_ms,

@@ -40,6 +40,7 @@ class MemoryBudget:
     kv_format   the kind of KVFormat
     groups      the KV groups with their pools; the first keeps every position
     step_blocks blocks that the positions of the steps in flight may take in a group with a window, all together
+    tier_blocks blocks that the swap space takes; it is on disk and no part of `total`
     """
 
     available: int
@@ -51,6 +52,7 @@ class MemoryBudget:
     step_blocks: int
     block_size: int
     max_model_len: int
+    tier_blocks: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -71,6 +73,11 @@ class MemoryBudget:
     def kv_bytes(self) -> int:
         """Bytes of the KV pools."""
         return sum(group.num_blocks * group.bytes_per_token for group in self.groups) * self.block_size
+
+    @property
+    def tier_bytes(self) -> int:
+        """Bytes of the swap space, at most."""
+        return self.groups[0].bytes_per_token * self.block_size * self.tier_blocks
 
     @property
     def num_tokens(self) -> int:
@@ -163,7 +170,23 @@ def memory_budget(
         step_blocks=pools.step_blocks,
         block_size=config.block_size,
         max_model_len=length,
+        tier_blocks=_tier_blocks(config, groups[0].bytes_per_token),
     )
+
+
+def _tier_blocks(config: EngineConfig, per_token: int) -> int:
+    """Blocks that the swap space takes, of the layers that keep everything. UsageError if it takes none."""
+    if config.swap_space and not per_token:
+        raise UsageError("--swap-space has nothing to take: every layer has a window", "use `--swap-space 0`")
+    block = max(1, per_token * config.block_size)
+    blocks = int(config.swap_space * (1 << 30)) // block
+    if config.swap_space and not blocks:
+        raise UsageError(
+            f"--swap-space is {format_bytes(int(config.swap_space * (1 << 30)))}, one KV block of {config.block_size} "
+            f"tokens has {format_bytes(block)}",
+            "give it at least some hundred blocks, or use `--swap-space 0`",
+        )
+    return blocks
 
 
 def _reserve(config: EngineConfig, available_bytes: int) -> int:

@@ -20,6 +20,7 @@ FAIR_POLICIES = ("hybrid", "fair")  # those that share the engine between tenant
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
 EVICTIONS = ("lru-k", "lru")
+PREEMPTION_MODES = ("auto", "swap", "recompute")
 SPECULATIVE_METHODS = ("ngram", "none")
 IMPLEMENTATIONS = ("auto", "llmctl", "transformers")
 KERNELS = ("auto", "avx512", "avx2", "generic", "reference")
@@ -96,6 +97,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tenant_weights          shares of tenants (API keys, or `user`) in the fair queue; 1 for who is not named
     itl_target_ms           pause between tokens that prompts beside decodes may cause; 0: four times a step of decodes
     max_prefill_tokens_beside_decode  prompt tokens of a step with decodes, whatever they cost; 0: as the target allows
+    swap_space              GiB of disk for blocks that the KV pool has no room for (tier 2 of the prefix cache)
+    preemption_mode         what a preempted sequence comes back by: swap (its blocks are in swap_space), recompute
+                            (they are computed again), or auto: the cheaper, as measured
     seed                    not 0: requests that name no seed get the next of a series made from this one
     model_impl              llmctl is our own decoder, transformers its modules on our cache and kernels; auto takes
                             transformers for what our decoder does not know
@@ -118,6 +122,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache_eviction: str = "lru-k"
     cache_eviction_k: int = 2
     cache_audit: float = 0.0
+    swap_space: float = 0.0
+    preemption_mode: str = "auto"
     scheduling_policy: str = "hybrid"
     tenant_weights: dict[str, float] = {}
     itl_target_ms: float = 0.0
@@ -148,6 +154,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("--dtype", self.dtype, DTYPES),
             ("--kv-cache-dtype", self.kv_cache_dtype, KV_DTYPES),
             ("--cache-eviction", self.cache_eviction, EVICTIONS),
+            ("--preemption-mode", self.preemption_mode, PREEMPTION_MODES),
             ("--scheduling-policy", self.scheduling_policy, POLICIES),
             ("--kernels", self.kernels, KERNELS),
             ("--model-impl", self.model_impl, IMPLEMENTATIONS),
@@ -191,9 +198,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if not 0 <= self.cache_audit <= 1:
             raise UsageError(f"--cache-audit is {self.cache_audit}, it must be from 0 to 1")
+        self._check_swap()
         self.speculative_config.check()
         if self.rope_scaling is not None:
             self.rope_scaling.check()
+
+    def _check_swap(self) -> None:
+        """Raise UsageError for a swap space that cannot be, or that could not be used."""
+        if not 0 <= self.swap_space <= 1 << 20:
+            raise UsageError(
+                f"--swap-space is {self.swap_space:g} GiB, it must be from 0 to {1 << 20}",
+                "4 gives blocks that memory has no room for 4 GiB of disk",
+            )
+        if self.preemption_mode == "swap" and not self.swap_space:
+            raise UsageError("--preemption-mode is `swap`, and there is no swap space", "add `--swap-space 4` (GiB)")
+        if self.swap_space and not self.enable_prefix_caching:
+            raise UsageError(
+                f"--swap-space is {self.swap_space:g} GiB, and there is no prefix cache that would find what is there",
+                "leave --no-enable-prefix-caching out, or use `--swap-space 0`",
+            )
 
 
 def _refuse_booleans(config: SpeculativeConfig | EngineConfig) -> None:

@@ -46,6 +46,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     drafts: int = 0  # chunks with proposed tokens
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    recomputed_tokens: int = 0
+    tier_blocks: int = 0  # places in tier 2, each for one KV block
+    tier_blocks_used: int = 0
+    tier_writes: int = 0
+    tier_clean_drops: int = 0
+    tier_hits: int = 0
+    tier_failures: int = 0
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
     cache_audits: int = 0
     cache_audit_failures: int = 0
     steps: int = 0

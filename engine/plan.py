@@ -12,7 +12,7 @@ import msgspec
 from ..kernels import registry
 from ..kernels.device import default_threads, read_machine
 from .budget import MemoryBudget, memory_budget
-from .config import EngineConfig, SpeculativeConfig
+from .config import EngineConfig, SpeculativeConfig, environment
 from .kv_groups import KVGroup
 from .load.model import Model
 from .models.arch import DecoderSpec, RopeSpec
@@ -45,6 +45,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     tenant_weights: tuple[tuple[str, float], ...]
     pace: PaceConfig
     async_depth: int
+    tier_blocks: int
+    tier_folder: str
+    bytes_per_block: int
+    preemption_mode: str
     speculation: SpeculativeConfig
 
     @property
@@ -97,6 +101,10 @@ def resolve(config: EngineConfig, model: Model, *, split_windows: bool = True) -
         tenant_weights=tuple(config.tenant_weights.items()),
         pace=PaceConfig(config.max_prefill_tokens_beside_decode, config.itl_target_ms / 1000),
         async_depth=config.async_depth,
+        tier_blocks=budget.tier_blocks,
+        tier_folder=str(environment().cache / "swap"),
+        bytes_per_block=budget.groups[0].bytes_per_token * budget.block_size,
+        preemption_mode=config.preemption_mode,
         speculation=config.speculative_config,
     )
     return plan, budget

@@ -119,6 +119,8 @@ class _EngineCollector(Collector):
             ("kv_fragmentation", "Share of the blocks not in use that are in no run of 16.", stats.fragmentation),
             ("kv_waste", "Share of the positions in used blocks that hold no token.", stats.waste),
             ("scheduler_share", "Share of scheduling in the steps' time.", stats.scheduler_s / (stats.step_s or 1)),
+            ("swap_blocks", "KV blocks that the swap space takes.", stats.tier_blocks),
+            ("swap_blocks_used", "KV blocks that are there.", stats.tier_blocks_used),
             ("last_step_age_seconds", "Since the engine's last step; 0 when idle.", stats.last_step_age_s),
         ):  # fmt: skip
             gauge = GaugeMetricFamily(f"llmctl:{name}", text, labels=("model_name",))
@@ -132,6 +134,13 @@ class _EngineCollector(Collector):
             ("cache_audits", "Prefix hits that were computed again.", stats.cache_audits),
             ("cache_audit_failures", "Those that had other bits.", stats.cache_audit_failures),
             ("num_preemptions", "Sequences that had to give their memory up for a while.", stats.preemptions),
+            ("recomputed_tokens", "Tokens computed again after their sequence made room.", stats.recomputed_tokens),
+            ("swap_writes", "Blocks written to the swap space as they were thrown out.", stats.tier_writes),
+            ("swap_clean_drops", "Blocks thrown out whose copy was there already.", stats.tier_clean_drops),
+            ("swap_hits", "Blocks read back from the swap space.", stats.tier_hits),
+            ("swap_failures", "Blocks that could not be written, or had changed when read.", stats.tier_failures),
+            ("swapped_out_bytes", "Bytes written to the swap space.", stats.swapped_out_bytes),
+            ("swapped_in_bytes", "Bytes read back from it.", stats.swapped_in_bytes),
             ("kv_evictions", "Cached blocks that were thrown out.", stats.evictions),
             ("kv_evicted_reused", "Blocks that came back after they were thrown out.", stats.evicted_reused),
             ("spec_decode_num_drafts", "Rows of steps that held drafts.", stats.drafts),

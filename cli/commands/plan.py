@@ -117,6 +117,8 @@ def as_json(model: str, size: PackedSize, budget: MemoryBudget) -> dict[str, obj
             }
             for group in budget.groups
         ],
+        "swap_blocks": budget.tier_blocks,
+        "swap_bytes": budget.tier_bytes,
         "max_model_len": budget.max_model_len,
         "sequences": {str(length): budget.sequences(length) for length in lengths(budget)},
         "sequence_bytes": {str(length): budget.sequence_bytes(length) for length in lengths(budget)},
@@ -134,6 +136,7 @@ def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget) -
         for group in budget.groups
         if group.layers
     ]
+    swap = f"swap space: {budget.tier_blocks} more blocks, {budget.tier_blocks * budget.block_size} tokens"
     console.table(
         ["memory", ">size", ""],
         [
@@ -143,6 +146,7 @@ def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget) -
             *(["", "", pool] for pool in pools[1:]),
             ["workspace", format_bytes(budget.workspace), "activations, logits and tables"],
             ["together", format_bytes(budget.total), ""],
+            *([["on disk", format_bytes(budget.tier_bytes), swap]] if budget.tier_blocks else []),
             ["available", format_bytes(budget.available), f"of which {format_bytes(budget.reserve)} stay in reserve"],
         ],
         title=model,

@@ -6,8 +6,10 @@ or from a recording.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 
@@ -22,6 +24,7 @@ from ..sample.slots import make_slots
 from ..schedule.step import Step, StepResult
 from .cache import BlockShape, allocate
 from .inputs import apply_deltas, fill_batch
+from .tier_store import TierStore, open_tier
 
 
 class Runner:
@@ -43,6 +46,11 @@ class Runner:
             plan.kernels,
         )
         self._sampler = Sampler(self._batch, self.decoder.logits, spec.vocab_size, self._slots, plan.kernels)
+        self._tier = (
+            open_tier(Path(plan.tier_folder), self.groups[:1], plan.tier_blocks, plan.block_size)
+            if plan.tier_blocks
+            else None
+        )
         self._worker = ThreadPoolExecutor(1, "llmctl-runner") if plan.async_depth > 1 else None
 
     def submit(self, step: Step) -> Pending:
@@ -55,6 +63,8 @@ class Runner:
 
     def execute(self, step: Step) -> StepResult:
         """Apply the step's deltas, compute its chunks, sample."""
+        if self._tier is not None:
+            return self._execute_with_tier(step, self._tier)
         self.forward(step)
         return StepResult(step.index, self._sampler.sample(step.chunks))
 
@@ -72,9 +82,24 @@ class Runner:
         return self.decoder.logits[: sum(chunk.count - chunk.logits_from for chunk in step.chunks)]
 
     def close(self) -> None:
-        """Wait for what was submitted and stop the worker thread."""
+        """Wait for what was submitted, stop the worker thread and give tier 2's file back."""
         if self._worker is not None:
             self._worker.shutdown()
+        if self._tier is not None:
+            self._tier.close()
+
+    def _execute_with_tier(self, step: Step, tier: TierStore) -> StepResult:
+        """As `execute`, with the step's swaps before it and the time that both took.
+
+        A block is swapped before the deltas are applied, which touch no block.
+        """
+        started = time.perf_counter_ns()
+        failed = tier.move(step.swaps) if step.swaps else ()
+        moved = time.perf_counter_ns()
+        self.forward(step)
+        chunks = self._sampler.sample(step.chunks) if step.chunks else ()
+        ended = time.perf_counter_ns()
+        return StepResult(step.index, chunks, failed, (moved - started) // 1000, (ended - moved) // 1000)
 
 
 class RecordingRunner:

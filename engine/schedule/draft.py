@@ -8,9 +8,9 @@ from array import array
 import msgspec
 
 from .memory import Start
-from .prefix import Column
+from .node import Column
 from .sequence import Sequence, slot_sampling
-from .step import Admit, Chunk, Copy, Step, TableDelta
+from .step import Admit, Chunk, Copy, Step, Swap, TableDelta
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
@@ -97,7 +97,7 @@ class Draft:
         self.left -= len(drafts)
         self.logits_left -= len(drafts)
 
-    def freeze(self, index: int, drop: tuple[int, ...]) -> Step:
+    def freeze(self, index: int, drop: tuple[int, ...], swaps: tuple[Swap, ...] = ()) -> Step:
         """The finished Step. Blocks are announced here, once per sequence and group, also of one that got no row."""
         tables: list[TableDelta] = []
         for seq in self._told:
@@ -115,7 +115,7 @@ class Draft:
                 for row in self.rows
             ]
         )
-        return Step(index, drop, tuple(self._admits), tuple(tables), tuple(self._copies), chunks)
+        return Step(index, drop, tuple(self._admits), tuple(tables), tuple(self._copies), chunks, swaps)
 
 
 def _logits(row: Row) -> int:

@@ -28,6 +28,9 @@ class SchedulerConfig:
     depth: int = 1
     epoch: int = 0
     eviction_k: int = 2  # K of LRU-K; 1 is LRU
+    tier_blocks: int = 0  # places for evicted blocks in tier 2, each of one block of every KV group
+    preemption_mode: str = "auto"
+    bytes_per_block: int = 0  # of all groups together, to tell what was swapped
     speculation: SpeculativeConfig = NO_SPECULATION
     max_logit_rows: int = 0  # rows with logits in one step; 0: as many as tokens
     windows: tuple[WindowLimit, ...] = ()

@@ -5,6 +5,10 @@ Every group has its own pool, and the scheduler moves through them in step: one 
 of each group. Memory is given in this order: free blocks, then evicted leaves of the tree, then the tree as a whole.
 The last is needed when a cached block stands above one in use that belongs to somebody else: two sequences computed the
 same content at once and kept a block each. Whatever is cached can therefore always be had, and `available` counts it.
+
+What eviction takes may be in tier 2 (`tier.py`). `wake` has it read back for a sequence that is about to be admitted,
+which waits for it once; what is not there then is computed. So nothing is built on what was read before it is known to
+be right.
 """
 
 from __future__ import annotations
@@ -13,19 +17,27 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from .blocks import BlockPool, BlockState
-from .prefix import Column, Node, PrefixTree
+from .node import Column, Node
+from .prefix import PrefixTree
 from .sequence import Sequence
+from .step import StepResult
+from .swapping import SwapCost
+from .tier import Tier
 from .windows import WindowLimit, Windows, WindowStart
 
 
 class Start(NamedTuple):
-    """What a sequence can begin with: whole blocks to share, and `copied` tokens to copy from `source`."""
+    """What a sequence can begin with: whole blocks to share, and `copied` tokens to copy from `source`.
+
+    `nodes` is the tree's path to them, the node of `source` included, and `asleep` what of the path only tier 2 has.
+    """
 
     columns: tuple[Column, ...]
     source: Column | None = None
     copied: int = 0
-    nodes: tuple[Node, ...] = ()  # the tree's path, the node of `source` included
-    windows: tuple[WindowStart, ...] = ()  # the same for each group with a window
+    nodes: tuple[Node, ...] = ()
+    asleep: tuple[Node, ...] = ()
+    windows: tuple[WindowStart, ...] = ()
 
 
 class KVMemory:
@@ -37,12 +49,16 @@ class KVMemory:
         block_size: int,
         caching: bool,
         k: int,
+        tier_blocks: int = 0,
+        preemption_mode: str = "auto",
         windows: tuple[WindowLimit, ...] = (),
     ) -> None:
         self.block_size = block_size
         self.pools = tuple(BlockPool(count) for count in num_blocks)
-        self.tree = PrefixTree(self.pools, block_size, k)
+        self.tier = Tier(tier_blocks)
+        self.tree = PrefixTree(self.pools, block_size, k, tier=self.tier)
         self.windows = Windows(windows, block_size)
+        self._cost = SwapCost(preemption_mode, block_size)
         self._caching = caching
         self._held: list[Column] = []
 
@@ -83,14 +99,63 @@ class KVMemory:
         So does every position of a prompt whose logprobs are wanted and have not been computed.
         """
         hit = self.tree.find(seq.request.salt, seq.tokens, seq.reusable)
+        if hit.nodes and not hit.nodes[-1].blocks:
+            there = next(place for place, node in enumerate(hit.nodes) if not node.blocks)
+            asleep = hit.nodes[there:] if hit.partial is None else (*hit.nodes[there:], hit.partial)
+            awake = hit.nodes[:there]
+            return self._served(Start(tuple(node.blocks for node in awake), nodes=awake, asleep=asleep))
         columns = tuple(node.blocks for node in hit.nodes)
         if hit.partial is None:
             return self._served(Start(columns, nodes=hit.nodes))
+        if not hit.partial.blocks:
+            return self._served(Start(columns, nodes=hit.nodes, asleep=(hit.partial,)))
         return self._served(Start(columns, hit.partial.blocks, hit.partial_tokens, (*hit.nodes, hit.partial)))
 
     def whole(self, start: Start) -> Start:
         """What is left of a start from the tree without the tokens to copy."""
-        return self._served(Start(start.columns, nodes=start.nodes[: len(start.columns)]))
+        nodes = start.nodes[: len(start.columns)]
+        return self._served(Start(start.columns, nodes=nodes, asleep=start.asleep))
+
+    def wake(self, seq: Sequence, start: Start) -> bool:
+        """Have tier 2 read what it has of a sequence's start, as far as there are blocks for it.
+
+        Whether the sequence, which is affordable, should wait for it: at most once since it was queued. Somebody else's
+        reads it waits for in any case, they are soon done.
+        """
+        if any(map(self.tier.is_read, start.asleep)):
+            return True
+        if seq.woken or not start.asleep:
+            return False
+        seq.woken = True
+        nodes = start.asleep[: max(self.room - self.cost(start), 0)]
+        if not nodes:
+            return False
+        for column in start.columns:
+            self._share(column)
+        self.tier.hold(start.columns)
+        self.tier.reserve(nodes)
+        for node, column in zip(nodes, self._take(len(nodes))):
+            if node.alive:
+                self.tier.read(node, column, seq.leader.order)
+                self.tier.hold((column,))
+            else:  # to have the blocks, the tree had to be flushed
+                self.tier.cancel(node)
+                self._release(column)
+        return self.tier.due
+
+    def settle(self, result: StepResult, tokens: int) -> None:
+        """The oldest step in flight, which computed so many tokens, has come back: its moves to and from tier 2 too."""
+        if not self.tier.ever:
+            return
+        settled = self.tier.settle(result.failed)
+        self._cost.learn(result.swap_us, settled.moves, result.compute_us, tokens)
+        for node in settled.lost:
+            self.tree.lose(node)
+        for node, _, column, request in settled.done:
+            if node.alive and not node.blocks:
+                self.tree.restore(node, column, request)
+        for column in settled.held:
+            self._release(column)
 
     def fork(self, seq: Sequence, other: Sequence, tokens: int) -> Start:
         """The start that another sequence's first `tokens` computed tokens give `seq`, which begins with them too.
@@ -104,12 +169,20 @@ class KVMemory:
         return Start(tuple(other.blocks[:full]), other.blocks[full] if copied else None, copied, windows=windows)
 
     def _served(self, start: Start) -> Start:
-        """As much of a start from the tree as the groups with a window have too."""
+        """As much of a start from the tree as the groups with a window have too.
+
+        They have nothing in tier 2, so it is asked for nothing that they could not go on from.
+        """
         tokens = self.tokens_of(start)
         served = self.windows.serve(start.nodes, tokens)
         if served < tokens:
             full = served // self.block_size
             start = Start(start.columns[:full], nodes=start.nodes[:full])
+        elif start.asleep:
+            path = (*start.nodes, *start.asleep)
+            length = sum(len(node.tokens) for node in path)
+            if self.windows.serve(path, length) <= tokens:
+                start = start._replace(asleep=())
         return start._replace(windows=self.windows.start(start.nodes, served))
 
     def tokens_of(self, start: Start) -> int:
@@ -159,7 +232,7 @@ class KVMemory:
         self.windows.trim(seq)
 
     def _publish(self, seq: Sequence) -> None:
-        if seq.cursor is not None and not seq.cursor.alive:  # a twin's block was evicted; our own one can stand in
+        if seq.cursor is not None and not seq.cursor.blocks:  # a twin's block was evicted; our own one can stand in
             seq.cursor, seq.published = None, 0
         size = self.block_size
         while (seq.published + 1) * size <= seq.computed:
@@ -175,6 +248,20 @@ class KVMemory:
         if seq.cursor is not None and seq.cursor.alive:
             self.tree.refresh(seq.cursor, seq.leader.order)
         self._drop(seq)
+
+    def preempt(self, seq: Sequence) -> None:
+        """As `release`, for a sequence that comes back: by its blocks in tier 2, or by computing what is gone.
+
+        Which of them is cheaper is decided here, and holds for what nobody else has used.
+        """
+        order, own = seq.leader.order, seq.blocks[seq.borrowed :]
+        self.release(seq)
+        seq.woken = False
+        if self.tier.num_places and not self._cost.swap_is_cheaper:
+            for column in own:
+                node = self.tree.node_of(column[0])
+                if node is not None and node.owner == order:
+                    node.volatile = True
 
     def discard(self, seq: Sequence) -> None:
         """Take the blocks back and make the tree forget what this sequence put there: its content is in doubt."""

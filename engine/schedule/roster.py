@@ -132,6 +132,6 @@ class Roster:
         seq.move(Phase.PREEMPTED)
         self._counts.preemptions += 1
         del self.running[seq.order]
-        self._memory.release(seq)
+        self._memory.preempt(seq)
         seq.scheduled = seq.computed = 0
         self.slots.free(seq)

@@ -48,7 +48,13 @@ class Scheduler:
         self._config = config
         self._counts = Counts()
         self._memory = KVMemory(
-            config.num_blocks, config.block_size, config.enable_prefix_caching, config.eviction_k, config.windows
+            config.num_blocks,
+            config.block_size,
+            config.enable_prefix_caching,
+            config.eviction_k,
+            config.tier_blocks,
+            config.preemption_mode,
+            config.windows,
         )
         queue = make_queue(config.policy, config.limit, dict(config.tenant_weights))
         speculator = Speculator(config.speculation, self._memory)
@@ -100,10 +106,10 @@ class Scheduler:
             return None
         draft = Draft(self._config.max_num_batched_tokens, self._config.logit_rows)
         self._filler.fill(draft)
-        if not draft.rows:
+        if not draft.rows and not self._memory.tier.due:
             assert self._in_flight or not self._roster.live, f"{self._roster.live} sequences live and none can run"
             return None
-        step = draft.freeze(self._counts.steps, self._roster.slots.take_drops())
+        step = draft.freeze(self._counts.steps, self._roster.slots.take_drops(), self._memory.tier.take_moves())
         self._counts.steps += 1
         self._in_flight.append(_InFlight(step.index, tuple(draft.rows), draft.decodes, draft.prompt_tokens))
         return step
@@ -118,12 +124,15 @@ class Scheduler:
         assert len(flight.rows) == len(result.chunks), (len(flight.rows), len(result.chunks))
         if self._pace is not None:
             self._pace.learn(flight.decodes, flight.prompt_tokens, seconds)
+        self._memory.settle(result, sum(row.tokens for row in flight.rows))
         return self._settler.settle(flight.rows, result.chunks)
 
     def stats(self) -> SchedulerStats:
         """Counts as they are now."""
         running = self._roster.running
-        return self._counts.stats(self._memory, self._roster.live - len(running), running.values())
+        return self._counts.stats(
+            self._memory, self._config.bytes_per_block, self._roster.live - len(running), running.values()
+        )
 
     def states(self) -> tuple[SequenceState, ...]:
         """Every unfinished sequence, in order of arrival."""

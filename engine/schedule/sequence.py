@@ -11,7 +11,7 @@ import enum
 
 from ..request import Request, TokenLogprobs
 from .blocks import IllegalTransition
-from .prefix import Column, Node
+from .node import Column, Node
 from .step import SlotSampling
 
 
@@ -74,6 +74,7 @@ class Sequence:
     charged    positions that were ever scheduled: recomputing is not the tenant's fault
     is_beam    one of a beam search: which token follows depends on the other beams
     plain      tokens are all that is wanted of it: no beam, no logprobs
+    woken      whether tier 2 was asked for what it has of the sequence since that was last queued
     """
 
     __slots__ = (
@@ -104,6 +105,7 @@ class Sequence:
         "slot",
         "tokens",
         "windows",
+        "woken",
     )
 
     def __init__(
@@ -143,6 +145,7 @@ class Sequence:
         self.probed = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.charged = 0
+        self.woken = False
         self.cached_tokens = 0
 
     @property

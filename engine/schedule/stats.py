@@ -36,6 +36,14 @@ class SchedulerStats:
     drafts: int
     draft_tokens: int
     accepted_tokens: int
+    tier_blocks: int = 0  # places in tier 2
+    tier_blocks_used: int = 0
+    tier_writes: int = 0  # blocks that were evicted to it
+    tier_clean_drops: int = 0  # evicted without a write, for their copies were there
+    tier_hits: int = 0  # read back
+    tier_failures: int = 0  # moves that went wrong: not written, or not what was written
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
     audits: int = 0
     audit_failures: int = 0
     scheduler_s: float = 0.0
@@ -56,9 +64,11 @@ class Counts:
     draft_tokens: int = 0
     accepted_tokens: int = 0
 
-    def stats(self, memory: KVMemory, waiting: int, running: Collection[Sequence]) -> SchedulerStats:
+    def stats(
+        self, memory: KVMemory, bytes_per_block: int, waiting: int, running: Collection[Sequence]
+    ) -> SchedulerStats:
         """These counts beside how memory stands now."""
-        pools, tree = memory.all_pools, memory.tree
+        pools, tree, tier = memory.all_pools, memory.tree, memory.tier
         return SchedulerStats(
             waiting=waiting,
             running=len(running),
@@ -78,6 +88,14 @@ class Counts:
             drafts=self.drafts,
             draft_tokens=self.draft_tokens,
             accepted_tokens=self.accepted_tokens,
+            tier_blocks=tier.num_places,
+            tier_blocks_used=tier.num_used,
+            tier_writes=tier.written,
+            tier_clean_drops=tier.clean_drops,
+            tier_hits=tier.read_back,
+            tier_failures=tier.failed,
+            swapped_out_bytes=tier.written * bytes_per_block,
+            swapped_in_bytes=tier.read_back * bytes_per_block,
         )
 
 

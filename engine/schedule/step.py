@@ -55,6 +55,14 @@ class Copy(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
 
 
+class Swap(msgspec.Struct, frozen=True, array_like=True):
+    """Move the KV of one block of every group to `place` in tier 2 (`out`), or from there into these blocks."""
+
+    place: int
+    blocks: tuple[int, ...]
+    out: bool
+
+
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Compute positions start .. start + count - 1 of `slot`. Prefill, decode and extend differ only in the numbers.
 
@@ -73,7 +81,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
-    """One forward pass. Applied in this order: drop, admit, tables, copies, chunks."""
+    """One forward pass. Applied in this order: drop, admit, tables, swaps (one after the other), copies, chunks."""
 
     index: int
     drop: tuple[int, ...] = ()
@@ -81,6 +89,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     tables: tuple[TableDelta, ...] = ()
     copies: tuple[Copy, ...] = ()
     chunks: tuple[Chunk, ...] = ()
+    swaps: tuple[Swap, ...] = ()
 
 
 class ChunkResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -101,7 +110,15 @@ class ChunkResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """`chunks` in the order of the Step's chunks."""
+    """`chunks` in the order of the Step's chunks.
+
+    failed       places of tier 2 that could not be written, or whose content is not what was written there: the blocks
+                 that were to get it hold anything
+    swap_us      how long the swaps took, and compute_us everything else; both 0 without a tier 2
+    """
 
     index: int
     chunks: tuple[ChunkResult, ...] = ()
+    failed: tuple[int, ...] = ()
+    swap_us: int = 0
+    compute_us: int = 0

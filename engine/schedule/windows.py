@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .blocks import BlockPool, BlockState
-from .prefix import Node
+from .node import Node
 from .sequence import Sequence, WindowTable
 
 

@@ -66,6 +66,14 @@ WAYS = (
     Way("preempted", {"num_gpu_blocks_override": 30, "block_size": 8, "max_model_len": 200}),
     Way("preempted without cache", {"num_gpu_blocks_override": 30, "block_size": 8, "max_model_len": 200,
                                     "enable_prefix_caching": False}),
+    Way("preempted, swapped", {"num_gpu_blocks_override": 30, "block_size": 8, "max_model_len": 200,
+                               "swap_space": 0.01, "preemption_mode": "swap"}),
+    Way("two steps in flight, preempted, recomputed", {"async_depth": 2, "num_gpu_blocks_override": 30,
+                                                       "block_size": 8, "max_model_len": 200, "swap_space": 0.01,
+                                                       "preemption_mode": "recompute"}),
+    Way("cache warm in tier 2, two steps in flight", {"async_depth": 2, "num_gpu_blocks_override": 30,
+                                                      "block_size": 8, "max_model_len": 200, "swap_space": 0.01,
+                                                      "max_num_seqs": 4}, twice=True),
     Way("two steps in flight", {"async_depth": 2}),
     Way("two steps in flight, preempted", {"async_depth": 2, "num_gpu_blocks_override": 30, "block_size": 8,
                                            "max_model_len": 200}),
@@ -120,6 +128,8 @@ def run(model: str, dtype: str, way: Way, requests: Sequence[tuple[list[int], Sa
         stats = llm.frontend.stats()
         if "preempted" in way.name and len(requests) >= 16:
             assert stats.preemptions > 0
+        if "swap_space" in way.options and len(requests) >= 16:
+            assert stats.tier_hits > 0 or "recomputed" in way.name
         if way.name.startswith("drafts"):
             assert stats.draft_tokens > stats.accepted_tokens > 0
     return [

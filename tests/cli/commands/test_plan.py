@@ -17,6 +17,7 @@ from llmctl.engine.models.arch import DecoderSpec, RopeSpec
 from llmctl.engine.models.families import decoder_tensors
 from llmctl.kernels.cpu.pack import packed_bytes
 from llmctl.kernels.device import read_machine
+from llmctl.kernels.errors import UsageError
 from llmctl.kernels.formats import F16, F32, WeightFormat
 from llmctl.quant.formats.stored import StoredTensor
 from tests.engine.quantized import write_quantized
@@ -68,6 +69,21 @@ def test_json_adds_up(budget):
     assert report["total_bytes"] == report["weight_bytes"] + report["kv_bytes"] + report["workspace_bytes"]
     assert report["kv_bytes"] == report["num_blocks"] * report["block_size"] * report["kv_bytes_per_token"]
     assert list(report["sequences"]) == ["512", "2048", "4096"]
+
+
+def test_swap_space_is_told_in_blocks_and_is_no_part_of_the_memory(console, budget):
+    swapping = memory_budget(SPEC, SIZE.bytes, tuple(SIZE.formats), EngineConfig(swap_space=0.5), 1 << 30)
+    report, plain = as_json("m", SIZE, swapping), as_json("m", SIZE, budget)
+    assert report["swap_blocks"] == (1 << 29) // swapping.bytes_per_block and plain["swap_blocks"] == 0
+    assert report["swap_bytes"] == report["swap_blocks"] * report["bytes_per_block"]
+    assert report["total_bytes"] == plain["total_bytes"]
+    show(console, "m", SIZE, swapping)
+    assert f"swap space: {swapping.tier_blocks} more blocks" in console.stdout.getvalue()
+
+
+def test_a_swap_space_of_less_than_a_block_is_refused():
+    with pytest.raises(UsageError, match="--swap-space is 1.00 KiB, one KV block of 32 tokens has"):
+        memory_budget(SPEC, SIZE.bytes, tuple(SIZE.formats), EngineConfig(swap_space=2**-20), 1 << 30)
 
 
 def test_what_is_not_kept_stands_below_the_weights(console, budget):
@@ -155,6 +171,7 @@ def test_plan_of_a_decoder_that_only_transformers_has(console, tmp_path):
         ["--async-depth", "2"],
         ["--scheduling-policy", "fcfs"],
         ["--no-enable-prefix-caching"],
+        ["--preemption-mode", "recompute"],
     ],
     ids=lambda option: option[0],
 )
@@ -175,6 +192,7 @@ def test_option_that_no_figure_depends_on_is_refused(console, checkpoint, option
         ["--num-gpu-blocks-override", "200"],
         ["--kv-cache-memory-bytes", "8M"],
         ["--gpu-memory-utilization", "0.6"],
+        ["--swap-space", "1"],
         ["--model-impl", "transformers"],
     ],
     ids=lambda option: option[0],

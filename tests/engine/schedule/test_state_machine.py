@@ -1,6 +1,6 @@
 """Blocks, tree and scheduler together under random requests, aborts and pipelines, checked after every call.
 
-A long run: `LLMCTL_STATE_STEPS=120000 pytest tests/engine/schedule/test_state_machine.py --log-cli-level=INFO`.
+A long run: `LLMCTL_STATE_STEPS=1000000 pytest tests/engine/schedule/test_state_machine.py --log-cli-level=INFO`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     steps_run = 0
     drafted = 0
     accepted = 0
+    written = 0
+    read_back = 0
+    failed = 0
 
     @initialize(
         num_blocks=st.integers(3, 14),
@@ -53,6 +56,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         eviction_k=st.integers(1, 3),
         repeats=st.sampled_from((0, 4, 7)),
         drafts=st.sampled_from((0, 1, 3, 6)),
+        tier=st.sampled_from((0, 2, 10, 40, 40)),
+        mode=st.sampled_from(("auto", "swap", "recompute")),
+        lost_every=st.sampled_from((0, 0, 4)),
+        disk=st.sampled_from((1 << 30, 1 << 30, 2)),
     )
     def begin(
         self,
@@ -68,8 +75,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         eviction_k,
         repeats,
         drafts,
+        tier,
+        mode,
+        lost_every,
+        disk,
     ):
-        self.model = FakeModel(vocab=12, bad_every=bad_every, repeats=repeats)
+        self.model = FakeModel(vocab=12, bad_every=bad_every, repeats=repeats, lost_every=lost_every, disk=disk)
         speculation = SpeculativeConfig(
             method="ngram" if drafts else "none", num_speculative_tokens=max(drafts, 1), prompt_lookup_min=1
         )
@@ -86,6 +97,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 policy=policy,
                 eviction_k=eviction_k,
                 speculation=speculation,
+                tier_blocks=tier if caching else 0,
+                preemption_mode=mode,
                 epoch=3,
             ),
             self.model,
@@ -153,6 +166,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def holds(self):
         if hasattr(self, "loop"):
             SchedulerMachine.rules_run += 1
+            if SchedulerMachine.rules_run % 20_000 == 0:
+                log.info("%d rules so far", SchedulerMachine.rules_run)
             check_invariants(self.loop.scheduler)
 
     def teardown(self):
@@ -165,6 +180,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         SchedulerMachine.drafted += loop.scheduler.stats().draft_tokens
         SchedulerMachine.accepted += loop.scheduler.stats().accepted_tokens
         stats = loop.scheduler.stats()
+        SchedulerMachine.written += stats.tier_writes
+        SchedulerMachine.read_back += stats.tier_hits
+        SchedulerMachine.failed += stats.tier_failures
+        assert stats.blocks_free + stats.blocks_cached == sum(loop.config.num_blocks)
         assert (stats.waiting, stats.running, stats.blocks_active) == (0, 0, 0)
         assert len(loop.scheduler._roster.slots._free) == loop.config.max_num_seqs
         for asked in self.requests.values():
@@ -192,9 +211,13 @@ class TestScheduler(SchedulerMachine.TestCase):
     @classmethod
     def tearDownClass(cls):
         log.info(
-            "%d rules and %d steps were run, %d drafts were made and %d stood",
+            "%d rules and %d steps were run, %d drafts were made and %d stood, %d blocks went to tier 2, %d came back, "
+            "%d were lost",
             SchedulerMachine.rules_run,
             SchedulerMachine.steps_run,
             SchedulerMachine.drafted,
             SchedulerMachine.accepted,
+            SchedulerMachine.written,
+            SchedulerMachine.read_back,
+            SchedulerMachine.failed,
         )
