@@ -98,12 +98,12 @@ def parse_speculation(value: str | SpeculativeConfig) -> SpeculativeConfig:
         return value
     text = value.strip()
     if text in SPECULATIVE_METHODS:
-        return SpeculativeConfig(method=text)
+        return SpeculativeConfig.read({"method": text})
     try:
         return SpeculativeConfig.read(msgspec.json.decode(text))
     except msgspec.DecodeError as error:
         raise UsageError(
-            f"--speculative-config is neither {' nor '.join(SPECULATIVE_METHODS)} nor JSON: {error}",
+            f"--speculative-config is neither ngram nor none nor JSON: {error}",
             """write it as '{"method": "ngram", "num_speculative_tokens": 3}'""",
         ) from error
 
@@ -242,6 +242,17 @@ def memory_config(
             "auto: transformers for what our decoder does not know.",
         ),
     ] = _DEFAULT.model_impl,
+    speculative_config: Annotated[
+        SpeculativeConfig,
+        typer.Option(
+            "--speculative-config",
+            parser=parse_speculation,
+            metavar="JSON",
+            help="Guess tokens ahead from what the sequence repeats or with a smaller model: ngram, none, or JSON with "
+            "method (ngram, draft_model, none), model, num_speculative_tokens, disable_by_batch_size, "
+            "prompt_lookup_max and prompt_lookup_min. The tokens are the same.",
+        ),
+    ] = _DEFAULT.speculative_config,
 ) -> EngineConfig:
     """The checked EngineConfig that these options ask for: those that say how much memory a model takes."""
     config = EngineConfig(
@@ -258,6 +269,7 @@ def memory_config(
         gpu_memory_utilization=gpu_memory_utilization,
         swap_space=swap_space,
         model_impl=model_impl,
+        speculative_config=speculative_config,
     )
     config.check()
     return config
@@ -334,16 +346,6 @@ def engine_config(
     kernels: Annotated[
         str, _name("--kernels", text="auto, avx512, avx2, generic (no vector instructions) or reference (plain torch).")
     ] = _DEFAULT.kernels,
-    speculative_config: Annotated[
-        SpeculativeConfig,
-        typer.Option(
-            "--speculative-config",
-            parser=parse_speculation,
-            metavar="JSON",
-            help="Guess tokens ahead from what the sequence repeats: ngram, none, or JSON with method, "
-            "num_speculative_tokens, prompt_lookup_max and prompt_lookup_min. The tokens are the same.",
-        ),
-    ] = _DEFAULT.speculative_config,
 ) -> EngineConfig:
     """The checked EngineConfig that these options ask for."""
     config = msgspec.structs.replace(
@@ -361,7 +363,6 @@ def engine_config(
         seed=seed or 0,
         async_depth=async_depth,
         kernels=kernels,
-        speculative_config=speculative_config,
     )
     config.check()
     return config

@@ -15,9 +15,11 @@ import msgspec
 from ..kernels.errors import CapacityError, UsageError
 from ..kernels.formats import KVFormat
 from ..kernels.ops import PANEL
-from .config import EngineConfig
+from .config import NO_SPECULATION, EngineConfig
 from .kv_groups import KVGroup, kv_groups, kv_layer_bytes
 from .models.arch import DecoderSpec
+from .shortage import Demand
+from .sizes import format_bytes
 
 # The KV pool takes this share of what weights and workspace leave, unless all sequences need less or one needs more. A
 # CPU's memory is everybody's: a pool of most of it, as on a GPU, would push other programs into swap.
@@ -32,6 +34,25 @@ _KINDS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "fp8": "fp8_e4
 
 
 @dataclass(frozen=True, slots=True)
+class ModelSize:
+    """A model beside the one that is asked, with its weights as packed."""
+
+    spec: DecoderSpec
+    weight_bytes: int
+    weight_formats: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShare:
+    """What of a MemoryBudget is the draft model's."""
+
+    weights: int
+    workspace: int
+    kv_format: str
+    kv_bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryBudget:
     """How `available` bytes are shared out.
 
@@ -41,6 +62,7 @@ class MemoryBudget:
     groups      the KV groups with their pools; the first keeps every position
     step_blocks blocks that the positions of the steps in flight may take in a group with a window, all together
     tier_blocks blocks that the swap space takes; it is on disk and no part of `total`
+    draft       the draft model's part of weights, workspace and KV bytes
     """
 
     available: int
@@ -53,6 +75,7 @@ class MemoryBudget:
     block_size: int
     max_model_len: int
     tier_blocks: int = 0
+    draft: DraftShare | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -62,7 +85,7 @@ class MemoryBudget:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of a token in all groups; for how long is a matter of the group."""
-        return sum(group.bytes_per_token for group in self.groups)
+        return sum(group.bytes_per_token for group in self.groups) + self._beside
 
     @property
     def bytes_per_block(self) -> int:
@@ -72,7 +95,12 @@ class MemoryBudget:
     @property
     def kv_bytes(self) -> int:
         """Bytes of the KV pools."""
-        return sum(group.num_blocks * group.bytes_per_token for group in self.groups) * self.block_size
+        own = sum(group.num_blocks * group.bytes_per_token for group in self.groups)
+        return (own + self.num_blocks * self._beside) * self.block_size
+
+    @property
+    def _beside(self) -> int:
+        return 0 if self.draft is None else self.draft.kv_bytes_per_token
 
     @property
     def tier_bytes(self) -> int:
@@ -99,7 +127,8 @@ class MemoryBudget:
     def sequence_bytes(self, length: int) -> int:
         """Bytes of KV of a sequence of `length` tokens that decodes."""
         blocks = ((group, group.blocks_of(length, self.block_size)) for group in self.groups)
-        return sum(count * self.block_size * group.bytes_per_token for group, count in blocks)
+        own = sum(count * self.block_size * group.bytes_per_token for group, count in blocks)
+        return own + blocks_for(length, self.block_size) * self.block_size * self._beside
 
 
 def blocks_for(length: int, block_size: int) -> int:
@@ -129,10 +158,13 @@ def memory_budget(
     weight_formats: Sequence[str],
     config: EngineConfig,
     available_bytes: int,
+    draft: ModelSize | None = None,
     *,
     split_windows: bool = True,
 ) -> MemoryBudget:
     """The budget of this model under these options; bytes and formats of the weights are those of the packed ones.
+
+    A draft model has weights, workspace and an own part of each KV block beside it.
 
     The KV pool is as large as asked, else what `max_num_seqs` sequences of full length need, at least one sequence of
     full length. In between it takes at most a quarter of the memory left after weights, workspace and reserve; with
@@ -146,20 +178,24 @@ def memory_budget(
             f"--max-model-len is {length}, the model's context is {spec.context_length} tokens",
             f"use at most `--max-model-len {spec.context_length}`, or stretch the context with `--rope-scaling`",
         )
-    workspace = workspace_bytes(spec, config, length)
+    share = None if draft is None else _draft_share(draft, config, length)
+    weight_bytes += 0 if share is None else share.weights
+    beside = 0 if share is None else share.workspace
+    workspace = workspace_bytes(spec, config, length) + beside
     reserve = _reserve(config, available_bytes)
     room = available_bytes - weight_bytes - workspace - reserve
+    demand = Demand(available_bytes, weight_bytes, workspace, reserve, config.gpu_memory_utilization)
     if room <= 0:
-        raise CapacityError(
+        raise demand.refused(
             f"needs {format_bytes(weight_bytes)} for weights, {format_bytes(workspace)} for activations and "
             f"{format_bytes(reserve)} in reserve, {format_bytes(available_bytes)} are available",
-            _less_workspace(spec, config, length, available_bytes - weight_bytes - reserve)
+            _less_workspace(spec, config, length, available_bytes - weight_bytes - beside - reserve)
             or f"free at least {format_bytes(1 - room)} of memory, or choose a model with smaller weights",
         )
     kv = choose_kv_format(config, weight_formats)
     groups = kv_groups(spec, kv, length, config.block_size, split_windows)
-    pools = Pools(groups, length, config)
-    num_blocks = _pool_blocks(config, length, room, pools, kv)
+    pools = Pools(groups, length, config, 0 if share is None else share.kv_bytes_per_token)
+    num_blocks = _pool_blocks(config, length, room, pools, kv, demand)
     return MemoryBudget(
         available=available_bytes,
         weights=weight_bytes,
@@ -171,6 +207,7 @@ def memory_budget(
         block_size=config.block_size,
         max_model_len=length,
         tier_blocks=_tier_blocks(config, groups[0].bytes_per_token),
+        draft=share,
     )
 
 
@@ -187,6 +224,13 @@ def _tier_blocks(config: EngineConfig, per_token: int) -> int:
             "give it at least some hundred blocks, or use `--swap-space 0`",
         )
     return blocks
+
+
+def _draft_share(draft: ModelSize, config: EngineConfig, length: int) -> DraftShare:
+    kv = choose_kv_format(config, draft.weight_formats)
+    own = msgspec.structs.replace(config, speculative_config=NO_SPECULATION)  # one row of logits for each sequence
+    workspace = workspace_bytes(draft.spec, own, length)
+    return DraftShare(draft.weight_bytes, workspace, kv.kind, kv_bytes_per_token(draft.spec, kv))
 
 
 def _reserve(config: EngineConfig, available_bytes: int) -> int:
@@ -220,8 +264,10 @@ class Pools:
     groups run out at once; and never more than all sequences need.
     """
 
-    def __init__(self, groups: tuple[KVGroup, ...], length: int, config: EngineConfig) -> None:
+    def __init__(self, groups: tuple[KVGroup, ...], length: int, config: EngineConfig, beside: int = 0) -> None:
+        """`beside` are the bytes of a token that another model keeps in blocks of the first group's numbers."""
         self._groups = groups
+        self._beside = beside
         self._block_size = config.block_size
         self.one = blocks_for(length, config.block_size)
         self.most = config.max_num_seqs * self.one
@@ -255,11 +301,12 @@ class Pools:
 
     def bytes(self, num_blocks: int) -> int:
         """What they take then."""
-        return sum(each.num_blocks * each.bytes_per_token for each in self.sized(num_blocks)) * self._block_size
+        own = sum(each.num_blocks * each.bytes_per_token for each in self.sized(num_blocks))
+        return (own + num_blocks * self._beside) * self._block_size
 
     def fitting(self, room: int) -> int:
         """The most blocks of the first group with which all fit into so many bytes; 0 if none do."""
-        if not self._groups[0].bytes_per_token and self.bytes(self.most) <= room:
+        if not self._groups[0].bytes_per_token + self._beside and self.bytes(self.most) <= room:
             return self.most
         low, high = 0, 1 << 40
         while high - low > 1:
@@ -268,7 +315,7 @@ class Pools:
         return low
 
 
-def _pool_blocks(config: EngineConfig, length: int, room: int, pools: Pools, kv: KVFormat) -> int:
+def _pool_blocks(config: EngineConfig, length: int, room: int, pools: Pools, kv: KVFormat, demand: Demand) -> int:
     """KV blocks of the first group, checked against the room for all pools and the length of one sequence."""
     one = pools.one
     most = pools.fitting(room)
@@ -293,16 +340,18 @@ def _pool_blocks(config: EngineConfig, length: int, room: int, pools: Pools, kv:
                 hint + (f", or `--max-model-len {asked * config.block_size}`" if asked else ""),
             )
         if pools.bytes(asked) > room:
-            raise CapacityError(
+            raise demand.refused(
                 f"a KV cache of {asked} blocks needs {format_bytes(pools.bytes(asked))}, {format_bytes(room)} are free",
                 f"{most} blocks fit" if most >= one else _shorter(config, most, room, pools.bytes(one), kv),
+                pools.bytes(asked),
             )
         return asked
     if one > most:
-        raise CapacityError(
+        raise demand.refused(
             f"one sequence of {length} tokens needs {format_bytes(pools.bytes(one))} of KV cache, "
             f"{format_bytes(room)} are free",
             _shorter(config, most, room, pools.bytes(one), kv),
+            pools.bytes(one),
         )
     return max(one, min(pools.most, most if config.gpu_memory_utilization else pools.fitting(room // POOL_SHARE)))
 
@@ -327,16 +376,3 @@ def _less_workspace(spec: DecoderSpec, config: EngineConfig, length: int, room: 
         if workspace_bytes(spec, smaller, length) < room:
             return f"use `--max-num-batched-tokens {tokens}`"
     return ""
-
-
-def format_bytes(count: int) -> str:
-    """A size in binary units with about three digits: 512 B, 4.00 KiB, 59.7 MiB."""
-    if count < 1024:
-        return f"{count} B"
-    value = float(count)
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        value /= 1024
-        if value < 999.5 or unit == "TiB":
-            break
-    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:.{digits}f} {unit}"

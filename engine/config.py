@@ -21,7 +21,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
 EVICTIONS = ("lru-k", "lru")
 PREEMPTION_MODES = ("auto", "swap", "recompute")
-SPECULATIVE_METHODS = ("ngram", "none")
+SPECULATIVE_METHODS = ("ngram", "draft_model", "none")
 IMPLEMENTATIONS = ("auto", "llmctl", "transformers")
 KERNELS = ("auto", "avx512", "avx2", "generic", "reference")
 
@@ -29,20 +29,42 @@ KERNELS = ("auto", "avx512", "avx2", "generic", "reference")
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How tokens are guessed ahead, to be verified together. It changes how fast tokens come, never which.
 
-    method                  ngram: what followed the same n-gram earlier in the prompt or the answer; none: not at all
-    num_speculative_tokens  guesses for one sequence at most, fewer as they fail; where 1 + this many sequences or more
-                            run, none are made
+    method                  ngram: what followed the same n-gram earlier in the prompt or the answer; draft_model: what
+                            `model`, a smaller one of the same vocabulary, would say; none: not at all
+    model                   the draft model, named as any model is
+    num_speculative_tokens  guesses for one sequence at most, fewer as they fail
+    disable_by_batch_size   no guesses are made while more sequences than this run. 0 chooses: 4 with a draft model;
+                            `num_speculative_tokens` with ngram, and those that run share as many guesses
     prompt_lookup_max       longest n-gram that is looked up, and `prompt_lookup_min` the shortest
     """
 
     method: str = "ngram"
+    model: str = ""
     num_speculative_tokens: int = 3
+    disable_by_batch_size: int = 0
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
 
+    @property
+    def max_sequences(self) -> int:
+        """Sequences that may run while guesses are made."""
+        chosen = DRAFTED_SEQUENCES if self.method == "draft_model" else self.num_speculative_tokens
+        return self.disable_by_batch_size or chosen
+
+    @property
+    def max_rows(self) -> int:
+        """Rows with logits of a step that holds guesses: a row for each sequence, and one for each guess."""
+        if self.method == "none":
+            return 0
+        shared = self.method == "ngram" and not self.disable_by_batch_size
+        return 1 + self.num_speculative_tokens if shared else self.max_sequences * (1 + self.num_speculative_tokens)
+
     @classmethod
     def read(cls, given: object) -> SpeculativeConfig:
-        """The checked config that a mapping of these names gives, as JSON has it. UsageError for what it cannot be."""
+        """The checked config that a mapping of these names gives, as JSON has it. UsageError for what it cannot be.
+
+        One that names a model and no method means a draft model.
+        """
         known = cls.__struct_fields__
         if isinstance(given, dict):
             for name in given:
@@ -50,6 +72,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                     near = difflib.get_close_matches(str(name), known, n=1)
                     hint = f"did you mean `{near[0]}`?" if near else f"it has: {', '.join(known)}"
                     raise UsageError(f"--speculative-config has no key `{name}`", hint)
+            if given.get("model") and "method" not in given:
+                given = {**given, "method": "draft_model"}
         try:
             config = msgspec.convert(given, cls)
         except msgspec.ValidationError as error:
@@ -71,8 +95,19 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 f"the method of --speculative-config is `{self.method}`",
                 f"choose one of: {', '.join(SPECULATIVE_METHODS)}",
             )
+        if self.method == "draft_model" and not self.model:
+            raise UsageError(
+                "the method of --speculative-config is `draft_model`, and it names no model",
+                """write it as '{"method": "draft_model", "model": "NAME", "num_speculative_tokens": 3}'""",
+            )
+        if self.model and self.method != "draft_model":
+            raise UsageError(
+                f"--speculative-config names the model `{self.model}`, which its method `{self.method}` does not use",
+                "use the method `draft_model`, or leave the model out",
+            )
         for name, value, low, high in (
             ("num_speculative_tokens", self.num_speculative_tokens, 1, 64),
+            ("disable_by_batch_size", self.disable_by_batch_size, 0, 4096),
             ("prompt_lookup_min", self.prompt_lookup_min, 1, 64),
             ("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min, 64),
         ):
@@ -80,6 +115,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 raise UsageError(f"{name} of --speculative-config is {value}, it must be from {low} to {high}")
 
 
+DRAFTED_SEQUENCES = 4  # that a draft model works for at once, if nothing else is asked: enough to fill two cores
 NO_SPECULATION = SpeculativeConfig(method="none")
 
 
@@ -143,9 +179,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def max_logit_rows(self) -> int:
         """Rows that get logits in one step at most: one for each sequence, or the drafts of a few."""
-        speculation = self.speculative_config
-        drafted = 0 if speculation.method == "none" else 1 + speculation.num_speculative_tokens
-        return min(max(self.max_num_seqs, drafted), self.max_num_batched_tokens)
+        return min(max(self.max_num_seqs, self.speculative_config.max_rows), self.max_num_batched_tokens)
 
     def check(self) -> None:
         """Raise UsageError for the first option whose value cannot work on any machine or model."""

@@ -85,6 +85,7 @@ def _stats(engine: Core, steps: int, generated: int, age: float) -> EngineStats:
         tier_failures=stats.tier_failures,
         swapped_out_bytes=stats.swapped_out_bytes,
         swapped_in_bytes=stats.swapped_in_bytes,
+        accepted_per_position=stats.accepted_per_position,
         cache_audits=stats.audits,
         cache_audit_failures=stats.audit_failures,
         steps=steps,

@@ -55,6 +55,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     tier_failures: int = 0
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
+    accepted_per_position: tuple[int, ...] = ()  # of these, by their place in a draft
     cache_audits: int = 0
     cache_audit_failures: int = 0
     steps: int = 0

@@ -11,8 +11,8 @@ import msgspec
 
 from ..kernels import registry
 from ..kernels.device import default_threads, read_machine
-from .budget import MemoryBudget, memory_budget
-from .config import EngineConfig, SpeculativeConfig, environment
+from .budget import MemoryBudget, ModelSize, memory_budget
+from .config import NO_SPECULATION, EngineConfig, SpeculativeConfig, environment
 from .kv_groups import KVGroup
 from .load.model import Model
 from .models.arch import DecoderSpec, RopeSpec
@@ -21,7 +21,11 @@ from .schedule.pace import PaceConfig
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A resolved EngineConfig. `max_logit_rows` bounds the rows that get logits in one step."""
+    """A resolved EngineConfig.
+
+    `max_logit_rows` bounds the rows that get logits in one step; `draft` is the plan of the draft model, which has the
+    blocks, slots and positions of this one.
+    """
 
     model: str
     digest: str
@@ -50,6 +54,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_block: int
     preemption_mode: str
     speculation: SpeculativeConfig
+    draft: Plan | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -66,8 +71,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return "llmctl-" + hashlib.sha256(msgspec.json.encode(same_bits)).hexdigest()[:16]
 
 
-def resolve(config: EngineConfig, model: Model, *, split_windows: bool = True) -> tuple[Plan, MemoryBudget]:
-    """The plan for this model on this machine, and the memory budget that sized its KV pool.
+def resolve(
+    config: EngineConfig, model: Model, draft: Model | None = None, *, split_windows: bool = True
+) -> tuple[Plan, MemoryBudget]:
+    """The plan for this model on this machine, and the memory budget that sized its KV pool; both count `draft` in.
 
     Who drives a runner without a scheduler, which would free what windows have passed, does without `split_windows`.
     Raises UsageError for options that contradict the model, CapacityError when it does not fit.
@@ -75,8 +82,11 @@ def resolve(config: EngineConfig, model: Model, *, split_windows: bool = True) -
     config.check()
     threads = config.threads or default_threads()
     formats = model.weight_formats
+    beside = None if draft is None else ModelSize(draft.spec, draft.weight_bytes, draft.weight_formats)
     available = read_machine().memory_available
-    budget = memory_budget(model.spec, model.weight_bytes, formats, config, available, split_windows=split_windows)
+    budget = memory_budget(
+        model.spec, model.weight_bytes, formats, config, available, beside, split_windows=split_windows
+    )
     isa, bits = registry.configure(config.kernels, threads)
     plan = Plan(
         model=model.name,
@@ -107,10 +117,35 @@ def resolve(config: EngineConfig, model: Model, *, split_windows: bool = True) -
         preemption_mode=config.preemption_mode,
         speculation=config.speculative_config,
     )
-    return plan, budget
+    return (plan if draft is None else _with_draft(plan, draft, budget)), budget
 
 
 def _ropes(spec: DecoderSpec, max_positions: int) -> tuple[RopeSpec, ...]:
     """The model's ropes as sequences of at most so many positions are rotated."""
     ropes = (spec.rope,) if spec.rope_local is None else (spec.rope, spec.rope_local)
     return tuple(settled(rope, spec.rope_dim, max_positions) for rope in ropes)
+
+
+def _with_draft(plan: Plan, draft: Model, budget: MemoryBudget) -> Plan:
+    """The plan with that of the draft model in it. Steps of that one come one by one and sample once in a sequence."""
+    assert budget.draft is not None
+    own = msgspec.structs.replace(
+        plan,
+        model=draft.name,
+        digest=draft.digest,
+        model_impl=draft.implementation,
+        weight_formats=draft.weight_formats,
+        ropes=_ropes(draft.spec, plan.max_model_len),
+        kv_format=budget.draft.kv_format,
+        groups=(
+            KVGroup(
+                layers=tuple(range(draft.spec.num_layers)),
+                bytes_per_token=budget.draft.kv_bytes_per_token,
+                num_blocks=plan.num_blocks,
+            ),
+        ),
+        max_logit_rows=min(plan.max_num_seqs, plan.max_num_batched_tokens),
+        async_depth=1,
+        speculation=NO_SPECULATION,
+    )
+    return msgspec.structs.replace(plan, draft=own)

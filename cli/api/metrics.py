@@ -153,3 +153,11 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(f"llmctl:{name}", text, labels=("model_name",))
             counter.add_metric((self._model,), value)
             yield counter
+        by_place = CounterMetricFamily(
+            "llmctl:spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that stood, by their place in a draft.",
+            labels=("model_name", "position"),
+        )
+        for place, stood in enumerate(stats.accepted_per_position):
+            by_place.add_metric((self._model, str(place)), stood)
+        yield by_place

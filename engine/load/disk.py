@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from ...kernels.errors import CapacityError
-from ..budget import format_bytes
+from ..sizes import format_bytes
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _TEXTS = ("[errno 28]", "no space left on device", "disk quota exceeded")

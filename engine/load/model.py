@@ -19,6 +19,7 @@ from ..models.decoder import Decoder, Limits
 from ..models.families import decoder_spec, language_part
 from ..models.rope_config import overridden
 from ..rope_scaling import RopeScaling
+from .golden import Golden
 from .hub import Source
 from .packed import open_packed
 from .progress import Progress
@@ -35,6 +36,7 @@ class Model(Protocol):
     weight_bytes    what its weights take in memory; `weight_formats` are the names of their formats
     folder          holds its tokenizer and chat template
     digest          the hash of everything that it is made of
+    golden          logits that it gave when it was measured, if it was
     """
 
     @property
@@ -45,6 +47,8 @@ class Model(Protocol):
     def folder(self) -> Path: ...
     @property
     def digest(self) -> str: ...
+    @property
+    def golden(self) -> Golden | None: ...
     @property
     def implementation(self) -> str: ...
     @property

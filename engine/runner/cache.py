@@ -37,6 +37,7 @@ class GroupCache:
     """One group's arena, each layer's view of it, and the block copy bound to it."""
 
     group: KVGroup
+    block_size: int
     bytes_per_block: int
     arena: U8Array
     layers: dict[int, KVLayer]
@@ -52,9 +53,9 @@ def allocate(index: int, group: KVGroup, shape: BlockShape, kernels: str) -> Gro
         layer: KVLayer(arena, stride, place * shape.bytes, *sizes, index) for place, layer in enumerate(group.layers)
     }
     if not stride:
-        return GroupCache(group, stride, arena, layers, _copy_nothing)
+        return GroupCache(group, shape.block_size, stride, arena, layers, _copy_nothing)
     copy = registry.bind("kv_copy", KVCopyArgs(arena, stride, len(group.layers), *sizes), kernels=kernels)
-    return GroupCache(group, stride, arena, layers, copy)
+    return GroupCache(group, shape.block_size, stride, arena, layers, copy)
 
 
 def _copy_nothing(source: int, target: int, tokens: int) -> None:

@@ -17,9 +17,9 @@ from io import FileIO
 from pathlib import Path
 
 from ...kernels.errors import CapacityError
-from ..budget import format_bytes
 from ..load.disk import check_room
 from ..schedule.step import Swap
+from ..sizes import format_bytes
 from .cache import GroupCache
 
 log = logging.getLogger(__name__)

@@ -89,13 +89,15 @@ class Draft:
         """What was withheld may be used."""
         self.left += self._withheld
 
-    def speculate(self, place: int, drafts: tuple[int, ...]) -> None:
-        """Let the row at `place`, which samples, go on over proposed tokens."""
-        row = self.rows[place]
-        self.rows[place] = msgspec.structs.replace(row, tokens=row.tokens + len(drafts), drafts=drafts)
+    def speculate(self, place: int, drafts: tuple[int, ...]) -> int:
+        """Let the row at `place`, which samples, go on over proposed tokens; how many they are."""
+        row, count = self.rows[place], len(drafts)
+        self.rows[place] = msgspec.structs.replace(row, tokens=row.tokens + count, drafts=drafts)
         self._told.append(row.seq)
-        self.left -= len(drafts)
-        self.logits_left -= len(drafts)
+        row.seq.scheduled += count
+        self.left -= count
+        self.logits_left -= count
+        return count
 
     def freeze(self, index: int, drop: tuple[int, ...], swaps: tuple[Swap, ...] = ()) -> Step:
         """The finished Step. Blocks are announced here, once per sequence and group, also of one that got no row."""

@@ -5,9 +5,10 @@ the target for the pause between two tokens or, where none is set, `SLOWDOWN` ti
 though never to less than `USUAL` tokens. Beside few decodes these take longer, but less would keep many prompts waiting
 for the sake of a few pauses. Cutting prompts changes no bits.
 
-What steps cost is learnt from the steps themselves: seconds = decodes + token * prompt tokens, both unknown and drifting
-with the number of decodes and the length of contexts. A Kalman filter with two states follows them, whose noise is a
-share of their size. A step that took much longer than expected (a machine that stood still) counts as twice as long.
+What steps cost is learnt from the steps themselves: seconds = decodes + token * prompt tokens, both unknown and
+drifting with the number of decodes and the length of contexts. A Kalman filter with two states follows them, whose
+noise is a share of their size. A step that took much longer than expected (a machine that stood still) counts as twice
+as long.
 """
 
 from __future__ import annotations

@@ -20,9 +20,11 @@ from ..request import FinishReason, Output, Request
 from .draft import Draft, Row
 from .filling import Filler
 from .limits import SchedulerConfig
+from .lookup import PromptLookup
 from .memory import KVMemory
 from .pace import Pace
 from .policy import make_queue
+from .proposer import Proposer
 from .roster import Roster
 from .sequence import Phase
 from .settling import Settler
@@ -36,7 +38,8 @@ log = logging.getLogger(__name__)
 class Scheduler:
     """Requests in, Steps out, results in, Outputs out. Not thread-safe; makes no system call and reads no clock."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, proposer: Proposer | None = None) -> None:
+        """`proposer` guesses tokens ahead; None: prompt lookup does."""
         if config.limit < config.max_model_len:
             log.warning(
                 "sequences end at %d tokens, not at %d: there are no more KV blocks", config.limit, config.max_model_len
@@ -57,7 +60,7 @@ class Scheduler:
             config.windows,
         )
         queue = make_queue(config.policy, config.limit, dict(config.tenant_weights))
-        speculator = Speculator(config.speculation, self._memory)
+        speculator = Speculator(config.speculation, self._memory, proposer or PromptLookup(config.speculation))
         self._roster = Roster(config, self._memory, queue, self._counts)
         self._pace = None if config.pace is None else Pace(config.pace)
         self._filler = Filler(self._roster, self._memory, speculator, self._counts, self._pace)

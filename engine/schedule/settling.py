@@ -1,7 +1,7 @@
 """What a row's result does: tokens accepted, drafts kept or taken back, sequences and searches ended.
 
-Most results are one token that ends nothing, and most of the time is theirs, so `settle` has a short way for them, which
-does what `_settle` does for any.
+Most results are one token that ends nothing, and most of the time is theirs, so `settle` has a short way for
+them, which does what `_settle` does for any.
 """
 
 from __future__ import annotations
@@ -170,9 +170,7 @@ class Settler:
         """
         accepted = max(len(chunk.tokens) - 1, 0)
         assert accepted <= len(row.drafts) and (chunk.tokens or not chunk.finite), (row, chunk)
-        self._counts.drafts += 1
-        self._counts.draft_tokens += len(row.drafts)
-        self._counts.accepted_tokens += accepted
+        self._counts.verified(len(row.drafts), accepted)
         if chunk.finite:
             self._speculator.learn(row.seq, len(row.drafts), accepted)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .memory import KVMemory
 from .sequence import Phase, Sequence
@@ -14,8 +14,8 @@ class SchedulerStats:
     """Counts now (sequences, blocks summed over groups, shares of them) and since the start (the rest).
 
     `scheduler_s` is the time in the scheduler and the prefix tree, `step_s` that of all steps with it.
-    `drafts` are chunks with `draft_tokens` proposed tokens together, of which `accepted_tokens` stood. `audits` are of
-    prefix hits, see `engine/audit.py`.
+    `drafts` are chunks with `draft_tokens` proposed tokens together, of which `accepted_tokens` stood, and of these
+    `accepted_per_position[i]` in place i of a draft. `audits` are of prefix hits, see `engine/audit.py`.
     """
 
     waiting: int
@@ -36,6 +36,7 @@ class SchedulerStats:
     drafts: int
     draft_tokens: int
     accepted_tokens: int
+    accepted_per_position: tuple[int, ...]
     tier_blocks: int = 0  # places in tier 2
     tier_blocks_used: int = 0
     tier_writes: int = 0  # blocks that were evicted to it
@@ -63,6 +64,17 @@ class Counts:
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    def verified(self, drafted: int, accepted: int) -> None:
+        """Of a draft of `drafted` tokens the first `accepted` stood."""
+        self.drafts += 1
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
+        stood = self.accepted_per_position
+        stood += [0] * (drafted - len(stood))
+        for place in range(accepted):
+            stood[place] += 1
 
     def stats(
         self, memory: KVMemory, bytes_per_block: int, waiting: int, running: Collection[Sequence]
@@ -88,6 +100,7 @@ class Counts:
             drafts=self.drafts,
             draft_tokens=self.draft_tokens,
             accepted_tokens=self.accepted_tokens,
+            accepted_per_position=tuple(self.accepted_per_position),
             tier_blocks=tier.num_places,
             tier_blocks_used=tier.num_used,
             tier_writes=tier.written,

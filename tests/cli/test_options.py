@@ -119,7 +119,7 @@ def test_options_of_memory_are_those_that_a_plan_depends_on():
     names = set(inspect.signature(memory_config).parameters) - {"model_option"}
     left_out = {"enable_prefix_caching", "scheduling_policy", "threads", "seed", "async_depth", "kernels"}
     left_out |= {"tenant_weights", "itl_target_ms", "max_prefill_tokens_beside_decode"}
-    left_out |= {"cache_eviction", "cache_eviction_k", "cache_audit", "speculative_config", "preemption_mode"}
+    left_out |= {"cache_eviction", "cache_eviction_k", "cache_audit", "preemption_mode"}
     assert names == set(EngineConfig.__struct_fields__) - left_out
 
 
@@ -202,7 +202,8 @@ def test_speculation_is_a_name_or_json(given, config):
         ('{"prompt_lookup_min": 3, "prompt_lookup_max": 2}', "prompt_lookup_max of --speculative-config is 2"),
         ('{"num_speculative_tokens": "4"}', "cannot be"),
         ("[]", "cannot be"),
-        ('{"model": "draft"}', "no key `model`"),
+        ('{"drafts": 2}', "no key `drafts`"),
+        ('{"method": "draft_model"}', "names no model"),
     ],
 )
 def test_speculation_that_cannot_work_is_refused(given, message):

@@ -5,9 +5,10 @@ import re
 import msgspec
 import pytest
 
-from llmctl.engine.budget import blocks_for, choose_kv_format, format_bytes, kv_bytes_per_token, memory_budget
+from llmctl.engine.budget import blocks_for, choose_kv_format, kv_bytes_per_token, memory_budget
 from llmctl.engine.config import EngineConfig
 from llmctl.engine.models.arch import DecoderSpec, RopeSpec
+from llmctl.engine.sizes import format_bytes
 from llmctl.kernels.errors import CapacityError, UsageError
 from llmctl.kernels.formats import KVFormat
 
@@ -219,3 +220,24 @@ def test_a_model_of_windows_alone_counts_blocks_that_take_no_memory():
     assert found.sequences(32768) == 2
     with pytest.raises(CapacityError, match="one sequence of 32768 tokens needs 82.7 MiB"):
         budget(spec=spec, available=500 * MIB)
+
+
+def test_what_does_not_fit_is_shown_as_a_plan_that_adds_up():
+    with pytest.raises(CapacityError) as caught:
+        budget(available=550 * MIB)
+    sizes = {}
+    for line in caught.value.message.splitlines()[1:]:
+        name, value, unit = re.match(r"  ([\w ]+?)  +([\d.]+) (\w+)", line).groups()
+        sizes[name] = float(value) * {"KiB": 1 / 1024, "MiB": 1}[unit]
+    assert list(sizes) == ["weights", "workspace", "KV cache", "reserve", "together", "available"]
+    assert sizes["together"] == pytest.approx(sum(list(sizes.values())[:4]), rel=0.01)
+    assert sizes["available"] == 550 and "less" in caught.value.message.splitlines()[-1]
+
+
+def test_a_share_of_the_memory_that_is_too_small_proposes_the_smallest_that_fits():
+    with pytest.raises(CapacityError, match="reserve .* what `--gpu-memory-utilization 0.02` leaves") as caught:
+        budget(gpu_memory_utilization=0.02)
+    share = float(re.search(r"--gpu-memory-utilization ([\d.]+)`", caught.value.hint)[1])
+    assert budget(gpu_memory_utilization=share).sequences(8192) >= 1
+    with pytest.raises(CapacityError):
+        budget(gpu_memory_utilization=share - 0.01)

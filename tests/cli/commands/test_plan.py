@@ -146,6 +146,25 @@ def test_plan_of_a_stretched_rope_has_its_longer_context(console, checkpoint):
     assert "--rope-scaling" in console.stderr.getvalue()
 
 
+def test_plan_counts_a_draft_model_in_and_says_how_much_of_it_is_that_ones(console, checkpoint):
+    drafting = json.dumps({"model": str(checkpoint), "num_speculative_tokens": 2})
+    reports = []
+    for options in ([], ["--speculative-config", drafting]):
+        command = ["plan", str(checkpoint), "--json", "--num-gpu-blocks-override", "200", *options]
+        assert app.run(command, console) == ExitCode.OK
+        reports.append(json.loads(console.stdout.getvalue()))
+        console.stdout.seek(0)
+        console.stdout.truncate()
+    alone, both = reports
+    draft = both["draft"]
+    assert alone["draft"] is None and draft["weight_bytes"] == alone["weight_bytes"]
+    assert both["weight_bytes"] == 2 * alone["weight_bytes"]
+    assert both["kv_bytes"] == 2 * alone["kv_bytes"]
+    assert both["workspace_bytes"] == alone["workspace_bytes"] + draft["workspace_bytes"]
+    assert app.run(["plan", str(checkpoint), "--speculative-config", drafting], console) == ExitCode.OK
+    assert "of which draft" in console.stdout.getvalue()
+
+
 def test_plan_of_a_quantized_folder_counts_what_its_codes_take(console, tmp_path):
     write_quantized(write_checkpoint(tmp_path, "llama"), "gptq-sym")
     assert app.run(["plan", str(tmp_path), "--json"], console) == ExitCode.OK

@@ -59,7 +59,7 @@ def test_flags_of_other_servers_work_where_they_say_what_is_so(console, served):
         ("--gpu-memory-utilization most", "`most` is not a share"),
         ("--quantization awq", "`--quantization` has no meaning here"),
         ("--enable-lora", "adapters are not supported"),
-        ('--speculative-config \'{"method": "eagle"}\'', "choose one of: ngram, none"),
+        ('--speculative-config \'{"method": "eagle"}\'', "choose one of: ngram, draft_model, none"),
         ("--speculative-config '{\"num_tokens\": 4}'", "did you mean `num_speculative_tokens`?"),
         ("--speculative-config x", "neither ngram nor none nor JSON"),
         ("--swap-space -1", "--swap-space is -1 GiB, it must be from 0"),

@@ -6,7 +6,7 @@ import pytest
 
 from llmctl.engine.config import NO_SPECULATION, SpeculativeConfig
 from llmctl.engine.request import FinishReason
-from llmctl.engine.schedule.speculate import MAX_PAUSE
+from llmctl.engine.schedule.draft_length import MAX_PAUSE
 from llmctl.engine.schedule.step import ChunkResult, StepResult
 
 from .builders import check_invariants, config, request
