@@ -93,6 +93,11 @@ class MemoryBudget:
         return self.kv_bytes_per_token * self.block_size
 
     @property
+    def swapped_bytes_per_block(self) -> int:
+        """Bytes of a block that the swap space keeps: the layers that keep everything, and not the draft model's."""
+        return self.groups[0].bytes_per_token * self.block_size
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of the KV pools."""
         own = sum(group.num_blocks * group.bytes_per_token for group in self.groups)
@@ -105,7 +110,7 @@ class MemoryBudget:
     @property
     def tier_bytes(self) -> int:
         """Bytes of the swap space, at most."""
-        return self.groups[0].bytes_per_token * self.block_size * self.tier_blocks
+        return self.swapped_bytes_per_block * self.tier_blocks
 
     @property
     def num_tokens(self) -> int:

@@ -84,8 +84,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return config
 
     def __str__(self) -> str:
-        """As it is written on the command line."""
-        return msgspec.json.encode(self).decode()
+        """As it is written on the command line: what decides most, and what is not the default."""
+        values = zip(self.__struct_fields__, self.__struct_defaults__, msgspec.structs.astuple(self), strict=True)
+        always = ("method", "num_speculative_tokens")
+        said = {name: value for name, default, value in values if value != default or name in always}
+        return msgspec.json.encode(said).decode()
 
     def check(self) -> None:
         """Raise UsageError for the first value that cannot work."""

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from .deadlines import Deadlines
 from .request import Output, Request
 from .schedule.scheduler import Scheduler
 from .schedule.stats import SchedulerStats
@@ -59,6 +60,7 @@ class Engine:
         self._pending: deque[tuple[Pending, float]] = deque()  # with the time it was submitted at
         self._last_result = 0.0
         self._scheduler_s = self._step_s = 0.0
+        self._deadlines = Deadlines()
 
     @property
     def has_work(self) -> bool:
@@ -68,6 +70,7 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request. Raises CapacityError if it could never run."""
         self._scheduler.add(request)
+        self._deadlines.add(request, self._clock())
 
     def abort(self, request_id: str, index: int | None = None) -> tuple[Output, ...]:
         """End a request (or one of its sequences); its blocks are free at once. Unknown ids do nothing."""
@@ -76,13 +79,18 @@ class Engine:
     def step(self) -> tuple[Output, ...]:
         """Keep `depth` steps in flight and return what the oldest of them produced."""
         started = begin = self._clock()
+        for request_id, due in self._deadlines.urgent(started):
+            self._scheduler.hurry(request_id, due)
         while len(self._pending) < self._depth and (step := self._scheduler.schedule()) is not None:
             submitted = self._clock()
             self._scheduler_s += submitted - begin
             self._pending.append((self._runner.submit(step), submitted))
             begin = self._clock()
+        expired: tuple[Output, ...] = ()
+        for request_id, told in self._deadlines.overdue(started):  # who has just begun is in time
+            expired += self._scheduler.expire(request_id, told)
         if not self._pending:
-            return ()
+            return expired
         pending, submitted = self._pending.popleft()
         result = pending.result()
         done = self._clock()
@@ -92,7 +100,7 @@ class Engine:
         ended = self._clock()
         self._scheduler_s += ended - done
         self._step_s += ended - started
-        return outputs
+        return expired + outputs
 
     def stats(self) -> SchedulerStats:
         """Counters of the scheduler and the KV pool as they are now."""

@@ -113,7 +113,7 @@ def resolve(
         async_depth=config.async_depth,
         tier_blocks=budget.tier_blocks,
         tier_folder=str(environment().cache / "swap"),
-        bytes_per_block=budget.groups[0].bytes_per_token * budget.block_size,
+        bytes_per_block=budget.swapped_bytes_per_block,
         preemption_mode=config.preemption_mode,
         speculation=config.speculative_config,
     )
@@ -146,6 +146,7 @@ def _with_draft(plan: Plan, draft: Model, budget: MemoryBudget) -> Plan:
         ),
         max_logit_rows=min(plan.max_num_seqs, plan.max_num_batched_tokens),
         async_depth=1,
+        tier_blocks=0,
         speculation=NO_SPECULATION,
     )
     return msgspec.structs.replace(plan, draft=own)

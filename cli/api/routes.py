@@ -216,7 +216,15 @@ def _job(
         include_usage=_wants_usage(asked),
         details=asked.logprobs not in (None, False) or bool(asked.return_token_ids),
         prompt=field,
+        max_wait_s=_max_wait(asked),
     )
+
+
+def _max_wait(asked: Generate) -> float | None:
+    """How long the request can wait. ApiError 400 for what is no time."""
+    if asked.max_wait is not None and not 0 <= asked.max_wait < 1e9:
+        raise ApiError(400, f"`max_wait` is {asked.max_wait:g}, it must be 0 or more seconds", param="max_wait")
+    return asked.max_wait
 
 
 async def _body(http: HttpRequest) -> bytes:
@@ -239,6 +247,7 @@ def _request(
         request_id=f"{record.id}-{number}",
         tenant=record.tenant,
         priority=asked.priority or 0,
+        max_wait_s=asked.max_wait,
         salt=asked.cache_salt or "",
     )
 

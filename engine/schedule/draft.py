@@ -72,13 +72,17 @@ class Draft:
         else:
             self.prompt_tokens += count
 
-    def decode(self, seq: Sequence, samples: bool) -> None:
-        """Compute one more position of a sequence that has a block for it already."""
-        self.rows.append(Row(seq, seq.scheduled, 1, samples))
-        self.left -= 1
-        self.decodes += 1
-        self.logits_left -= samples
-        self.sampling += samples
+    @property
+    def decodes_left(self) -> int:
+        """Rows of one token that still fit."""
+        return min(self.left, self.logits_left)
+
+    def decoded(self, rows: int, sampling: int) -> None:
+        """So many rows of one token were added to `rows`, of sequences that had a block for it already."""
+        self.left -= rows
+        self.decodes += rows
+        self.logits_left -= sampling
+        self.sampling += sampling
 
     def withhold(self, most: int) -> None:
         """Let prompts have no more than `most` tokens of what is left, until `release`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from .admission import rank, victims
 from .beams import Joining, places
-from .draft import Draft
+from .draft import Draft, Row
 from .memory import KVMemory, Start
 from .pace import Pace
 from .roster import Roster
@@ -55,15 +55,18 @@ class Filler:
         running, size = self._roster.running, self._memory.block_size
         may_wait = self._speculator.may_wait(len(running))
         tenant, fresh, again = "", 0, 0
+        rows, left, made, sampling = draft.rows, draft.decodes_left, 0, 0
         for seq in running.values():
             start = seq.scheduled
             if start < seq.prompt_len or seq.is_beam:
+                draft.decoded(made, sampling)
                 if seq.announced < 0:
                     self._restate(draft, seq)
                 if (todo := seq.todo) > 1:
                     prompts.append(seq)
                 elif todo == 1 and not (may_wait and self._speculator.waits(seq, len(running))):
                     self._extend(draft, seq, draft.left)
+                left, made, sampling = draft.decodes_left, 0, 0
                 continue
             known = len(seq.tokens) + seq.pending
             todo = (known if known < seq.goal else seq.goal) - start
@@ -71,11 +74,15 @@ class Filler:
                 prompts.append(seq)
             if todo != 1 or (may_wait and self._speculator.waits(seq, len(running))):
                 continue
-            if start == len(seq.blocks) * size or not (draft.left and draft.logits_left):
+            if start == len(seq.blocks) * size or made == left:
+                draft.decoded(made, sampling)
                 self._extend(draft, seq, draft.left)
+                left, made, sampling = draft.decodes_left, 0, 0
                 continue
             samples = start + 1 == known
-            draft.decode(seq, samples)
+            rows.append(Row(seq, start, 1, samples))
+            made += 1
+            sampling += samples
             seq.scheduled = start + 1
             seq.in_flight += 1
             seq.pending += samples
@@ -87,6 +94,7 @@ class Filler:
                 self._roster.queue.served(tenant, fresh)
                 tenant, fresh = name, 0
             fresh += 1
+        draft.decoded(made, sampling)
         self._roster.queue.served(tenant, fresh)
         self._counts.recomputed_tokens += again
         return prompts

@@ -188,6 +188,10 @@ class KVMemory:
     def tokens_of(self, start: Start) -> int:
         return len(start.columns) * self.block_size + start.copied
 
+    def known_of(self, start: Start) -> int:
+        """Tokens that need not be computed, those that tier 2 has included."""
+        return self.tokens_of(start) + sum(len(node.tokens) for node in start.asleep)
+
     def cost(self, start: Start) -> int:
         """By how much `available` falls when the blocks of `start` are taken into use (new ones not counted)."""
         columns = start.columns if start.source is None else (*start.columns, start.source)

@@ -1,16 +1,16 @@
 """Who is admitted next. Pure: tickets in, tickets out; the clock counts steps, and nothing here knows a block.
 
-There are two levels, and a policy is a choice on each. Across tenants `hybrid` and `fair` have a weighted fair queue on
-served tokens (Sheng et al.: Fairness in Serving Large Language Models, OSDI 2024): the tenant served least so far is
-next, and one that comes back from idleness starts at the present virtual time, so it can neither save up nor lose
+There are two levels, and a policy is a choice on each. Across tenants `hybrid` and `fair` have a weighted fair queue
+on served tokens (Sheng et al.: Fairness in Serving Large Language Models, OSDI 2024): the tenant served least so far
+is next, and one that comes back from idleness starts at the present virtual time, so it can neither save up nor lose
 credit. Within a tenant, or among all where tenants do not count, `hybrid` and `sjf` take the shortest expected job
 first, with aging. All jobs age at the same rate, so `cost - rate * waited` orders them like `cost + rate * arrival`,
-which never changes while a job waits: a heap is enough. With rate = max_cost / max_wait no job is overtaken by one that
-came more than max_wait steps after it, and a job that can wait less counts as shorter, `rate * wait` at most, to the
-same effect. `fair` takes a tenant's jobs in the order of arrival.
+which never changes while a job waits: a heap is enough. With rate = max_cost / max_wait no job is overtaken by one
+that came more than max_wait steps after it. `fair` takes a tenant's jobs in the order of arrival.
 
-These three put lower priority numbers first, as `priority` does, which else takes the order of arrival; `fcfs` is that
-order alone. Under each the preempted come before the new of their priority: they hold results already.
+These three put lower priority numbers first, as `priority` does, which else takes the order of arrival. Under all four
+what has become urgent goes before the others of its tenant and priority. `fcfs` is the order of arrival alone. Under
+each the preempted come before the new of their priority: they hold results already.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class ArrivalQueue:
         return len(self._heap)
 
     def push(self, ticket: Ticket) -> None:
-        self._heap.push((ticket.priority if self.ranks else 0, not ticket.resumed), ticket)
+        urgency = (ticket.priority, not ticket.resumed, ticket.due) if self.ranks else (not ticket.resumed,)
+        self._heap.push(urgency, ticket)
 
     def head(self) -> Ticket | None:
         return self._heap.head()
@@ -128,7 +129,7 @@ class SharedQueue:
         level = self._levels.get(ticket.priority)
         if level is None:
             level = self._levels[ticket.priority] = _Level(self._tenants)
-        level.push(self._lane(ticket), self._key(ticket) if self._shortest else 0.0, ticket)
+        level.push(self._lane(ticket), (ticket.due, self._key(ticket) if self._shortest else 0.0), ticket)
 
     def head(self) -> Ticket | None:
         resumed = self._resumed.head()
@@ -175,8 +176,6 @@ class SharedQueue:
         """Where the job stands in its lane: what it is expected to cost, and the later it came the further back."""
         mean = self._tenant(ticket.tenant).mean
         cost = ticket.prompt + min(EXPECTED_TOKENS if mean is None else mean, ticket.max_tokens)
-        if ticket.wait is not None:
-            cost = min(cost, self._aging * ticket.wait)
         return cost + self._aging * ticket.step
 
     def _tenant(self, name: str) -> _Tenant:
@@ -222,12 +221,12 @@ class _Level:
         self._jobs: dict[str, TicketHeap] = {}
         self._turns: list[tuple[float, str]] = []
 
-    def push(self, lane: str, key: float, ticket: Ticket) -> None:
+    def push(self, lane: str, key: tuple[float, float], ticket: Ticket) -> None:
         jobs = self._jobs.get(lane)
         if jobs is None:
             jobs = self._jobs[lane] = TicketHeap()
             heapq.heappush(self._turns, (self._tenants[lane].served, lane))
-        jobs.push((key,), ticket)
+        jobs.push(key, ticket)
         self.count += 1
 
     def remove(self, lane: str, ticket: Ticket) -> None:

@@ -149,7 +149,7 @@ class PrefixTree:
         parent.keys.insert(place, tokens)
         parent.children.insert(place, node)
         self._occupy(node, blocks)
-        self.touch(node, request)
+        self._refer(node, request)  # it is in use, so nothing to offer
         return node
 
     def restore(self, node: Node, blocks: Column, request: int) -> None:
@@ -170,6 +170,10 @@ class PrefixTree:
 
     def touch(self, node: Node, request: int) -> None:
         """Record that `request` uses the node."""
+        self._refer(node, request)
+        self._offer(node)
+
+    def _refer(self, node: Node, request: int) -> None:
         node.volatile = False
         if node.owner == request:
             self._prolong(node, node.history)
@@ -177,7 +181,6 @@ class PrefixTree:
             node.before = node.history
             node.history = (self.now, *node.history)[: self._k]
             node.owner = request
-        self._offer(node)
 
     def refresh(self, node: Node, request: int) -> None:
         """`request`, which used the path down to `node`, leaves: it was in use until now. No new reference."""
@@ -251,11 +254,12 @@ class PrefixTree:
         return node.alive and (oldest, last) == (node.history[-1], node.history[0]) and self._evictable(node)
 
     def _evictable(self, node: Node) -> bool:
-        return (
-            bool(node.blocks)
-            and not node.resident
-            and not any(pool.refs(block) for pool, block in zip(self._pools, node.blocks))
-        )
+        if node.resident or not node.blocks:
+            return False
+        for pool, block in zip(self._pools, node.blocks):  # noqa: SIM110  a generator costs more than the rest
+            if pool.refs(block):
+                return False
+        return True
 
     def _offer(self, node: Node) -> None:
         if not self._evictable(node):

@@ -44,15 +44,14 @@ class Roster:
         free = min(self.slots.num_free, self._config.max_running - len(self.running))
         return free - self.beams.reserved
 
-    def add(self, request: Request, max_wait: int | None) -> None:
-        """Queue a request that can wait so many steps. CapacityError if it could not run even alone, UsageError for an
-        id in use."""
+    def add(self, request: Request) -> None:
+        """Queue a request. CapacityError if it could not run even alone, UsageError for an id in use."""
         if request.id in self.requests:
             raise UsageError(f"request id `{request.id}` is in use", "give each request its own id")
         self._config.check(request)
-        leader = Sequence(request, 0, self._next_order, self._config.limit, None, max_wait)
+        leader = Sequence(request, 0, self._next_order, self._config.limit)
         samples = [leader] + [
-            Sequence(request, index, self._next_order + index, self._config.limit, leader, max_wait)
+            Sequence(request, index, self._next_order + index, self._config.limit, leader)
             for index in range(1, max(request.sampling.n, request.sampling.beam_width))
         ]
         self._next_order += len(samples)
@@ -66,7 +65,7 @@ class Roster:
 
     def enqueue(self, seq: Sequence) -> None:
         """Let the sequence wait for its turn."""
-        self.waiting.push(seq, self._memory.tokens_of(self.admission.start(seq)), self._counts.steps)
+        self.waiting.push(seq, self._memory.known_of(self.admission.start(seq)), self._counts.steps)
 
     def enter(self, draft: Draft, seq: Sequence, start: Start) -> None:
         """Give the sequence a slot and its first blocks."""

@@ -72,12 +72,15 @@ class Scheduler:
         """Whether any sequence is unfinished or any result outstanding."""
         return bool(self._roster.live or self._in_flight)
 
-    def add(self, request: Request, max_wait: int | None = None) -> None:
-        """Queue a request. CapacityError if it could not run even alone, UsageError for an id in use.
+    def add(self, request: Request) -> None:
+        """Queue a request. CapacityError if it could not run even alone, UsageError for an id in use."""
+        self._roster.add(request)
 
-        `max_wait`: it should not be passed by what comes more than so many steps later.
-        """
-        self._roster.add(request, max_wait)
+    def hurry(self, request_id: str, due: float) -> None:
+        """Let a request that never ran go before others of its tenant and priority, but those with an earlier `due`."""
+        for seq in self._roster.requests.get(request_id, ()):
+            if seq.leader.phase is Phase.WAITING:
+                self._roster.waiting.hurry(seq, due)
 
     def expire(self, request_id: str, error: str) -> tuple[Output, ...]:
         """End a request that has waited for too long, if it never ran; what it is told is `error`."""

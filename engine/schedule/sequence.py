@@ -58,7 +58,6 @@ class Sequence:
     order      arrival number, unique; a lower one came first
     leader     the request's sequence 0, whose prompt the others share (itself for sequence 0)
     tokens     the prompt and every token accepted so far
-    max_wait   steps that the request can wait, as far as they are known
     goal       positions to compute in a whole life: the last token allowed needs no KV
     blocks     per logical block, one physical block of every KV group
     windows    the table of every KV group with a window
@@ -91,7 +90,6 @@ class Sequence:
         "is_beam",
         "leader",
         "max_new",
-        "max_wait",
         "order",
         "pending",
         "phase",
@@ -108,19 +106,10 @@ class Sequence:
         "woken",
     )
 
-    def __init__(
-        self,
-        request: Request,
-        index: int,
-        order: int,
-        limit: int,
-        leader: Sequence | None = None,
-        max_wait: int | None = None,
-    ) -> None:
+    def __init__(self, request: Request, index: int, order: int, limit: int, leader: Sequence | None = None) -> None:
         self.request = request
         self.index = index
         self.order = order
-        self.max_wait = max_wait
         self.leader = self if leader is None else leader
         self.is_beam = request.sampling.use_beam_search
         self.plain = not self.is_beam and request.sampling.logprobs is None

@@ -129,6 +129,8 @@ class Tier:
 
     def take_moves(self) -> tuple[Swap, ...]:
         """The moves that the step now made starts with, in their order."""
+        if not self.ever:
+            return ()
         moves, self._next = self._next, _Moves()
         self._in_flight.append(moves)
         return tuple(moves.swaps)

@@ -31,10 +31,17 @@ class WaitingLine:
             max_tokens=seq.max_new,
             step=step,
             resumed=seq.phase is Phase.PREEMPTED,
-            wait=seq.max_wait,
         )
         self._queued[seq.order] = seq, ticket
         self._queue.push(ticket)
+
+    def hurry(self, seq: Sequence, due: float) -> None:
+        """Let a sequence go before others, if it is in the queue."""
+        if (queued := self._queued.get(seq.order)) is not None:
+            self._queue.remove(queued[1])
+            ticket = queued[1]._replace(due=due)
+            self._queued[seq.order] = seq, ticket
+            self._queue.push(ticket)
 
     def head(self) -> tuple[Sequence, Ticket] | None:
         """Whose turn it is."""

@@ -14,7 +14,7 @@ from llmctl.engine.config import SpeculativeConfig
 from llmctl.engine.llm import LLM, RequestOutput
 from llmctl.engine.request import SamplingParams
 from llmctl.engine.runner.runner import Runner
-from llmctl.engine.schedule.step import Step, StepResult
+from llmctl.engine.schedule.step import ChunkResult, Step, StepResult
 from llmctl.kernels.errors import UnsupportedModel
 
 from .test_same_bits import CALM, Result, Way, mixed_requests, run
@@ -32,6 +32,9 @@ WAYS = (
                                      "max_model_len": 200}),
     Way("a draft model, two steps in flight, preempted", {"num_gpu_blocks_override": 26, "block_size": 8,
                                                           "max_num_seqs": 6, "max_model_len": 200, "async_depth": 2}),
+    Way("a draft model, preempted to a swap space", {"num_gpu_blocks_override": 26, "block_size": 8, "max_num_seqs": 6,
+                                                     "max_model_len": 200, "swap_space": 0.01,
+                                                     "preemption_mode": "swap"}),
     Way("a draft model, in an engine process", {"max_num_seqs": 4}, process=True),
 )  # fmt: skip
 
@@ -119,6 +122,23 @@ def test_a_draft_model_has_a_prefix_hit_where_the_target_has_one(target: str, mo
             rows.clear()
     assert computed[0] > 80
     assert computed[1] < 20
+
+
+def test_a_draft_model_that_gives_nan_is_asked_no_more_and_does_no_harm(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    class BrokenRunner(Runner):
+        def execute(self, step: Step) -> StepResult:
+            asked.append(len(step.chunks))
+            return StepResult(step.index, tuple(ChunkResult(chunk.slot, (), False) for chunk in step.chunks))
+
+    plain, _ = generate(target, 0.8, speculative_config={"method": "none"})
+    monkeypatch.setattr(drafting, "Runner", BrokenRunner)
+    drafted, stats = generate(target, 0.8, speculative_config={"model": target})
+    assert [one.outputs for one in drafted] == [one.outputs for one in plain]
+    assert stats.drafts == 0 and sum(asked) == len(PROMPTS)
 
 
 def test_another_vocabulary_is_refused_and_the_first_difference_told(target: str, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from llmctl.engine.plan import resolve
 from llmctl.engine.request import Request, SamplingParams
 from llmctl.engine.runner.runner import Runner
 from llmctl.engine.schedule.step import Step
+from llmctl.engine.score import Scorer
 
 from .tiny import VOCAB, write_checkpoint
 
@@ -138,8 +139,8 @@ def test_a_soak_keeps_its_memory_within_6_percent_and_gives_all_blocks_back(fold
     engine, _ = build_engine(settings(folder, swap_space=0.01, async_depth=2), epoch=1)
     rng = random.Random(5)
     sizes, number = [], 0
-    for round_ in range(80):
-        for _ in range(30):
+    for round_ in range(60):
+        for _ in range(20):
             prompt = tuple(rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 100)))
             sampling = SamplingParams(n=rng.choice((1, 1, 2)), logprobs=2)
             engine.add(
@@ -157,3 +158,16 @@ def test_a_soak_keeps_its_memory_within_6_percent_and_gives_all_blocks_back(fold
             sizes.append(resident)
     assert (max(sizes) - min(sizes)) / (sum(sizes) / len(sizes)) <= 0.06
     engine.close()
+
+
+def test_a_draft_model_and_a_scorer_take_no_swap_space(folder: str) -> None:
+    config = settings(
+        folder,
+        swap_space=0.01,
+        preemption_mode="swap",
+        speculative_config=SpeculativeConfig(method="draft_model", model=folder),
+    )
+    model = find_model(config)
+    plan, budget = resolve(config, model, model)
+    assert plan.tier_blocks == budget.tier_blocks > 0 == plan.draft.tier_blocks
+    assert Scorer(model, 64, config)._runner._tier is None

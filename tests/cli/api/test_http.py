@@ -62,6 +62,7 @@ def test_a_body_that_is_no_json_is_a_bad_request(http, body):
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"priority": 1 << 40}, "priority"),
+        ({"max_wait": -1}, "max_wait"),
         ({"stream": True, "stream_options": {"include_usges": True}}, "stream_options.include_usges"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),

@@ -66,14 +66,16 @@ def test_the_same_jobs_come_in_another_order_under_each_policy():
     }
 
 
-def test_a_job_that_can_wait_less_is_passed_by_fewer():
-    queue = SharedQueue(1000, {}, max_wait=100)
-    queue.push(ticket(0, prompt=900, max_tokens=1))
-    queue.push(ticket(1, prompt=900, max_tokens=1)._replace(wait=5))
-    for step in range(20):
-        queue.push(ticket(2 + step, prompt=1, max_tokens=1, step=step))
-    order = drain(queue)
-    assert order.index(1) <= 6 and order.index(0) == 21
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_urgent_goes_first_in_its_tenant_and_priority_but_under_fcfs(policy):
+    queue = make_queue(policy, 100, {})
+    tickets = [ticket(0), ticket(1, prompt=90), ticket(2, prompt=80), ticket(3, priority=1)]
+    for each in tickets:
+        queue.push(each)
+    for order, due in ((1, 7.0), (2, 5.0), (3, 1.0)):
+        queue.remove(tickets[order])
+        queue.push(tickets[order]._replace(due=due))
+    assert drain(queue) == ([0, 1, 2, 3] if policy == "fcfs" else [2, 1, 0, 3])
 
 
 def test_hybrid_takes_the_shortest_expected_job_first():
