@@ -198,6 +198,11 @@ def memory_budget(
             or f"free at least {format_bytes(1 - room)} of memory, or choose a model with smaller weights",
         )
     kv = choose_kv_format(config, weight_formats)
+    if spec.latent is not None and kv.bytes_per_value == 1:
+        raise UsageError(
+            f"--kv-cache-dtype is {config.kv_cache_dtype}, the latents of this model are stored in 16 bits or more",
+            "use `--kv-cache-dtype float16`",
+        )
     groups = kv_groups(spec, kv, length, config.block_size, split_windows)
     pools = Pools(groups, length, config, 0 if share is None else share.kv_bytes_per_token)
     num_blocks = _pool_blocks(config, length, room, pools, kv, demand)

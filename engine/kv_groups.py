@@ -46,5 +46,7 @@ def kv_groups(spec: DecoderSpec, kv: KVFormat, length: int, block_size: int, spl
 
 
 def kv_layer_bytes(spec: DecoderSpec, kv: KVFormat) -> int:
-    """Bytes of K and V of one token in one layer, scales included."""
+    """Bytes of K and V of one token in one layer, scales included; or of its latent and rotated key."""
+    if spec.latent is not None:
+        return (spec.latent.kv_rank + spec.latent.rope_dim) * kv.bytes_per_value
     return 2 * spec.num_kv_heads * kv.head_bytes(spec.head_dim)

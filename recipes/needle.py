@@ -7,7 +7,6 @@ cache computes what is above each of the others only once.
 
 import argparse
 import json
-import re
 import time
 from pathlib import Path
 
@@ -21,7 +20,8 @@ DEPTHS = (0.9, 0.7, 0.5, 0.3, 0.1)
 
 def pss() -> int:
     """Bytes that this process takes, shared pages by their share."""
-    return 1024 * int(re.search(r"^Pss:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.M)[1])
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 arguments = argparse.ArgumentParser()

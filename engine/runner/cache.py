@@ -16,20 +16,22 @@ from ...kernels import registry
 from ...kernels.formats import KVFormat
 from ...kernels.ops import KVCopy, KVCopyArgs, KVLayer, U8Array
 from ..kv_groups import KVGroup
+from ..models.arch import DecoderSpec
 
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """What a block holds of one layer."""
+    """What a block holds of one layer: K and V of every head, or the latents, which are a head without values."""
 
     block_size: int
     num_kv_heads: int
     head_dim: int
     format: KVFormat
+    latent: bool = False
 
     @property
     def bytes(self) -> int:
-        return 2 * self.num_kv_heads * self.block_size * self.format.head_bytes(self.head_dim)
+        return (1 if self.latent else 2) * self.num_kv_heads * self.block_size * self.format.head_bytes(self.head_dim)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,8 +56,28 @@ def allocate(index: int, group: KVGroup, shape: BlockShape, kernels: str) -> Gro
     }
     if not stride:
         return GroupCache(group, shape.block_size, stride, arena, layers, _copy_nothing)
+    if shape.latent:
+        return GroupCache(group, shape.block_size, stride, arena, layers, _latent_copy(arena, stride, shape))
     copy = registry.bind("kv_copy", KVCopyArgs(arena, stride, len(group.layers), *sizes), kernels=kernels)
     return GroupCache(group, shape.block_size, stride, arena, layers, copy)
+
+
+def block_shape(spec: DecoderSpec, block_size: int, format: KVFormat) -> BlockShape:
+    """What a block of this model holds of a layer."""
+    if spec.latent is not None:
+        return BlockShape(block_size, 1, spec.latent.kv_rank + spec.latent.rope_dim, format, latent=True)
+    return BlockShape(block_size, spec.num_kv_heads, spec.head_dim, format)
+
+
+def _latent_copy(arena: U8Array, stride: int, shape: BlockShape) -> KVCopy:
+    """The block copy of a group of latents, whose tokens are rows in all of its layers."""
+    token = shape.head_dim * shape.format.bytes_per_value
+    blocks = arena.reshape(-1, stride // shape.bytes, shape.block_size, token)
+
+    def copy(source: int, target: int, tokens: int) -> None:
+        blocks[target, :, :tokens] = blocks[source, :, :tokens]
+
+    return copy
 
 
 def _copy_nothing(source: int, target: int, tokens: int) -> None:

@@ -22,7 +22,7 @@ from ..plan import Plan
 from ..sample.sampler import Sampler
 from ..sample.slots import make_slots
 from ..schedule.step import Step, StepResult
-from .cache import BlockShape, allocate
+from .cache import allocate, block_shape
 from .inputs import apply_deltas, fill_batch
 from .tier_store import TierStore, open_tier
 
@@ -32,7 +32,7 @@ class Runner:
 
     def __init__(self, model: Model, plan: Plan) -> None:
         spec = model.spec
-        shape = BlockShape(plan.block_size, spec.num_kv_heads, spec.head_dim, KVFormat(plan.kv_format))
+        shape = block_shape(spec, plan.block_size, KVFormat(plan.kv_format))
         self.groups = tuple(allocate(index, group, shape, plan.kernels) for index, group in enumerate(plan.groups))
         max_blocks = -(-plan.max_model_len // plan.block_size)
         self._slots = make_slots(plan.max_num_seqs, plan.max_model_len, (max_blocks,) * len(self.groups))

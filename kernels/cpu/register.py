@@ -121,6 +121,7 @@ def _faces() -> dict[str, tuple[_Accepts, _Build]]:
         "linear": (ops.accepts_linear, ops.build_linear),
         "rope_store": (ops.accepts_rope_store, ops.build_rope_store),
         "attend": (ops.accepts_attend, ops.build_attend),
+        "latent": (_refuse("latent attention has no C++ kernel"), _never_built),
         "act_mul": (ops.accepts_act_mul, ops.build_act_mul),
         "kv_copy": (ops.accepts_kv_copy, ops.build_kv_copy),
         "sample": (ops.accepts_sample, ops.build_sample),
