@@ -26,6 +26,7 @@ _MODULES = {  # in the order of `--help`
     "plan": "plan",
     "doctor": "doctor",
     "models": "models",
+    "kernels": "kernels",
 }
 
 

@@ -29,6 +29,8 @@ POOL_SHARE = 4
 MIN_RESERVE = 256 << 20
 RESERVE_SHARE = 20
 
+SLIDING_WINDOW = "sliding_window"  # what vLLM calls the layers with a window
+
 # `kv_cache_dtype` to the kind of KVFormat, where the two differ.
 _KINDS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "fp8": "fp8_e4m3"}
 
@@ -59,6 +61,7 @@ class MemoryBudget:
     workspace   activations of one step, logits, rope tables and what is kept per sequence
     reserve     left alone
     kv_format   the kind of KVFormat
+    kv_formats  the kind of each layer; `kv_format` where --kv-cache-dtype-skip-layers does not keep one as it is
     groups      the KV groups with their pools; the first keeps every position
     step_blocks blocks that the positions of the steps in flight may take in a group with a window, all together
     tier_blocks blocks that the swap space takes; it is on disk and no part of `total`
@@ -74,6 +77,7 @@ class MemoryBudget:
     step_blocks: int
     block_size: int
     max_model_len: int
+    kv_formats: tuple[str, ...]
     tier_blocks: int = 0
     draft: DraftShare | None = None
 
@@ -152,9 +156,30 @@ def choose_kv_format(config: EngineConfig, weight_formats: Sequence[str]) -> KVF
     return KVFormat(only.pop() if only in ({"f32"}, {"bf16"}) else "f16")
 
 
-def kv_bytes_per_token(spec: DecoderSpec, kv: KVFormat) -> int:
-    """Bytes of K and V of one token in all layers, scales included."""
-    return spec.num_layers * kv_layer_bytes(spec, kv)
+def kv_format_of_layers(spec: DecoderSpec, config: EngineConfig, weight_formats: Sequence[str]) -> tuple[KVFormat, ...]:
+    """How each layer's K and V are stored; UsageError for skipped layers that the model does not have."""
+    asked = choose_kv_format(config, weight_formats)
+    skipped: set[int] = set()
+    for name in config.kv_cache_dtype_skip_layers:
+        windows = [layer for layer in range(spec.num_layers) if spec.window(layer)]
+        if name == SLIDING_WINDOW and windows:
+            skipped.update(windows)
+        elif name.isdecimal() and int(name) < spec.num_layers:
+            skipped.add(int(name))
+        else:
+            raise UsageError(
+                f"--kv-cache-dtype-skip-layers names `{name}`",
+                f"this model's layers are 0 to {spec.num_layers - 1}"
+                + (f", and `{SLIDING_WINDOW}` stands for {len(windows)} of them" if windows else ", none has a window"),
+            )
+    whole = choose_kv_format(msgspec.structs.replace(config, kv_cache_dtype="auto"), weight_formats)
+    return tuple(whole if layer in skipped else asked for layer in range(spec.num_layers))
+
+
+def kv_bytes_per_token(spec: DecoderSpec, *formats: KVFormat) -> int:
+    """Bytes of K and V of one token in all layers, scales included: of one format, or one for each layer."""
+    each = formats * spec.num_layers if len(formats) == 1 else formats
+    return sum(kv_layer_bytes(spec, kv) for kv in each)
 
 
 def memory_budget(
@@ -198,12 +223,13 @@ def memory_budget(
             or f"free at least {format_bytes(1 - room)} of memory, or choose a model with smaller weights",
         )
     kv = choose_kv_format(config, weight_formats)
-    if spec.latent is not None and kv.bytes_per_value == 1:
+    formats = kv_format_of_layers(spec, config, weight_formats)
+    if spec.latent is not None and any(each.bytes_per_value == 1 for each in formats):
         raise UsageError(
             f"--kv-cache-dtype is {config.kv_cache_dtype}, the latents of this model are stored in 16 bits or more",
             "use `--kv-cache-dtype float16`",
         )
-    groups = kv_groups(spec, kv, length, config.block_size, split_windows)
+    groups = kv_groups(spec, formats, length, config.block_size, split_windows)
     pools = Pools(groups, length, config, 0 if share is None else share.kv_bytes_per_token)
     num_blocks = _pool_blocks(config, length, room, pools, kv, demand)
     return MemoryBudget(
@@ -216,6 +242,7 @@ def memory_budget(
         step_blocks=pools.step_blocks,
         block_size=config.block_size,
         max_model_len=length,
+        kv_formats=tuple(form.kind for form in formats),
         tier_blocks=_tier_blocks(config, groups[0].bytes_per_token),
         draft=share,
     )

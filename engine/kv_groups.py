@@ -28,19 +28,24 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
         return min(blocks, blocks_behind(self.window, block_size)) if self.window else blocks
 
 
-def kv_groups(spec: DecoderSpec, kv: KVFormat, length: int, block_size: int, split: bool) -> tuple[KVGroup, ...]:
+def kv_groups(
+    spec: DecoderSpec, formats: tuple[KVFormat, ...], length: int, block_size: int, split: bool
+) -> tuple[KVGroup, ...]:
     """The groups of a model whose sequences have at most `length` tokens, without their pools' sizes.
 
-    Without `split` there is one group, for who keeps the blocks of a sequence as they come.
+    `formats` has one for each layer. Without `split` there is one group, for who keeps blocks as they come.
     """
     layers: dict[int, list[int]] = {0: []}
     for layer in range(spec.num_layers):
         window = spec.window(layer)
         whole = not split or blocks_behind(window, block_size) >= -(-length // block_size)
         layers.setdefault(0 if whole else window, []).append(layer)
-    per_layer = kv_layer_bytes(spec, kv)
     return tuple(
-        KVGroup(layers=tuple(members), bytes_per_token=len(members) * per_layer, window=window)
+        KVGroup(
+            layers=tuple(members),
+            bytes_per_token=sum(kv_layer_bytes(spec, formats[layer]) for layer in members),
+            window=window,
+        )
         for window, members in sorted(layers.items())
     )
 

@@ -37,6 +37,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     weight_formats: tuple[str, ...]
     ropes: tuple[RopeSpec, ...]
     kv_format: str
+    kv_formats: tuple[str, ...]
     block_size: int
     groups: tuple[KVGroup, ...]
     max_model_len: int
@@ -65,7 +66,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def fingerprint(self) -> str:
         """Two engines with the same fingerprint give the same bits."""
         same_bits = (
-            *(self.digest, self.model_impl, self.isa, self.bits, self.weight_formats, self.kv_format),
+            *(self.digest, self.model_impl, self.isa, self.bits, self.weight_formats, self.kv_formats),
             *(self.ropes, registry.build_id()),
         )
         return "llmctl-" + hashlib.sha256(msgspec.json.encode(same_bits)).hexdigest()[:16]
@@ -99,6 +100,7 @@ def resolve(
         weight_formats=formats,
         ropes=_ropes(model.spec, budget.max_model_len),
         kv_format=budget.kv_format,
+        kv_formats=budget.kv_formats,
         block_size=config.block_size,
         groups=budget.groups,
         max_model_len=budget.max_model_len,
@@ -137,6 +139,7 @@ def _with_draft(plan: Plan, draft: Model, budget: MemoryBudget) -> Plan:
         weight_formats=draft.weight_formats,
         ropes=_ropes(draft.spec, plan.max_model_len),
         kv_format=budget.draft.kv_format,
+        kv_formats=(budget.draft.kv_format,) * draft.spec.num_layers,
         groups=(
             KVGroup(
                 layers=tuple(range(draft.spec.num_layers)),

@@ -36,6 +36,8 @@ OPS = {
     "sample": SampleArgs,
 }
 
+REFERENCE_ONLY = {"latent"}  # ops that no device has a kernel for yet
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:

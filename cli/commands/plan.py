@@ -41,6 +41,7 @@ def plan(context: typer.Context, config: MemoryOptions, json: Json = False) -> N
     Only headers are read; a model that is not on this machine is fetched first.
     """
     from ...engine.budget import memory_budget
+    from ...engine.load.disk import check_swap_room
     from ...kernels.device import read_machine
 
     console: Console = context.obj
@@ -49,6 +50,8 @@ def plan(context: typer.Context, config: MemoryOptions, json: Json = False) -> N
     spec, size = described(source, config)
     beside = None if draft is None else model_size(draft, config)
     budget = memory_budget(spec, size.bytes, tuple(size.formats), config, read_machine().memory_available, beside)
+    if budget.tier_blocks:
+        check_swap_room(environment().cache, budget.tier_bytes)
     if json:
         console.json(as_json(source.name, size, budget))
     else:
@@ -131,6 +134,7 @@ def as_json(model: str, size: PackedSize, budget: MemoryBudget) -> dict[str, obj
         "reserve_bytes": budget.reserve,
         "total_bytes": budget.total,
         "kv_format": budget.kv_format,
+        "kv_formats": list(budget.kv_formats),
         "kv_bytes_per_token": budget.kv_bytes_per_token,
         "block_size": budget.block_size,
         "bytes_per_block": budget.bytes_per_block,
@@ -169,7 +173,7 @@ def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget) -
 
     formats = ", ".join(f"{count} {name}" for name, count in size.formats.items())
     pools = [
-        f"{group.num_blocks} blocks of {budget.block_size} tokens in {budget.kv_format}, "
+        f"{group.num_blocks} blocks of {budget.block_size} tokens in {formats_of(group, budget)}, "
         f"{format_bytes(group.bytes_per_token)} per token{part_of(group, budget)}"
         for group in budget.groups
         if group.layers
@@ -197,6 +201,12 @@ def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget) -
             for length in lengths(budget)
         ],
     )
+
+
+def formats_of(group: KVGroup, budget: MemoryBudget) -> str:
+    """How the group's layers are stored, with how many are in another format than most."""
+    others = [budget.kv_formats[layer] for layer in group.layers if budget.kv_formats[layer] != budget.kv_format]
+    return budget.kv_format + (f" ({len(others)} layers in {others[0]})" if others else "")
 
 
 def part_of(group: KVGroup, budget: MemoryBudget) -> str:

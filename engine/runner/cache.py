@@ -7,6 +7,7 @@ swapping or exporting a block is one stretch of memory. Blocks are zero when the
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 from dataclasses import dataclass
 
@@ -26,12 +27,14 @@ class BlockShape:
     block_size: int
     num_kv_heads: int
     head_dim: int
-    format: KVFormat
+    formats: tuple[KVFormat, ...]  # of each layer
     latent: bool = False
 
     @property
-    def bytes(self) -> int:
-        return (1 if self.latent else 2) * self.num_kv_heads * self.block_size * self.format.head_bytes(self.head_dim)
+    def offsets(self) -> tuple[int, ...]:
+        """Where each layer begins in a block, in bytes, and where the last one ends."""
+        values = (1 if self.latent else 2) * self.num_kv_heads * self.block_size
+        return tuple(itertools.accumulate((values * kv.head_bytes(self.head_dim) for kv in self.formats), initial=0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,41 +50,67 @@ class GroupCache:
 
 
 def allocate(index: int, group: KVGroup, shape: BlockShape, kernels: str) -> GroupCache:
-    """The arena of KV group `index`."""
-    stride = shape.bytes * len(group.layers)
+    """The arena of KV group `index`, whose layers have the formats of `shape`."""
+    stride = shape.offsets[-1]
     arena = np.frombuffer(_zero_pages(group.num_blocks * stride), np.uint8) if stride else np.zeros(0, np.uint8)
-    sizes = shape.block_size, shape.num_kv_heads, shape.head_dim, shape.format
     layers = {
-        layer: KVLayer(arena, stride, place * shape.bytes, *sizes, index) for place, layer in enumerate(group.layers)
-    }
-    if not stride:
-        return GroupCache(group, shape.block_size, stride, arena, layers, _copy_nothing)
-    if shape.latent:
-        return GroupCache(group, shape.block_size, stride, arena, layers, _latent_copy(arena, stride, shape))
-    copy = registry.bind("kv_copy", KVCopyArgs(arena, stride, len(group.layers), *sizes), kernels=kernels)
-    return GroupCache(group, shape.block_size, stride, arena, layers, copy)
+        layer: KVLayer(
+            arena, stride, offset, shape.block_size, shape.num_kv_heads, shape.head_dim, form, index
+        )
+        for layer, form, offset in zip(group.layers, shape.formats, shape.offsets[:-1], strict=True)
+    }  # fmt: skip
+    return GroupCache(group, shape.block_size, stride, arena, layers, _block_copy(arena, shape, kernels))
 
 
-def block_shape(spec: DecoderSpec, block_size: int, format: KVFormat) -> BlockShape:
-    """What a block of this model holds of a layer."""
+def block_shape(spec: DecoderSpec, group: KVGroup, block_size: int, kinds: tuple[str, ...]) -> BlockShape:
+    """What a block of this group holds; `kinds` are the KV formats of all of the model's layers."""
+    formats = tuple(KVFormat(kinds[layer]) for layer in group.layers)
     if spec.latent is not None:
-        return BlockShape(block_size, 1, spec.latent.kv_rank + spec.latent.rope_dim, format, latent=True)
-    return BlockShape(block_size, spec.num_kv_heads, spec.head_dim, format)
+        return BlockShape(block_size, 1, spec.latent.kv_rank + spec.latent.rope_dim, formats, latent=True)
+    return BlockShape(block_size, spec.num_kv_heads, spec.head_dim, formats)
 
 
-def _latent_copy(arena: U8Array, stride: int, shape: BlockShape) -> KVCopy:
-    """The block copy of a group of latents, whose tokens are rows in all of its layers."""
-    token = shape.head_dim * shape.format.bytes_per_value
-    blocks = arena.reshape(-1, stride // shape.bytes, shape.block_size, token)
+def _block_copy(arena: U8Array, shape: BlockShape, kernels: str) -> KVCopy:
+    """One copy for each run of layers of the same format, together."""
+    copies: list[KVCopy] = []
+    place, stride = 0, shape.offsets[-1]
+    for form, run in itertools.groupby(shape.formats):
+        count = len(tuple(run))
+        first, end = shape.offsets[place], shape.offsets[place + count]
+        if shape.latent:
+            part = arena.reshape(-1, stride)[:, first:end]
+            copies.append(_LatentCopy(part, count, shape.block_size))
+        else:
+            args = KVCopyArgs(
+                arena, stride, count, shape.block_size, shape.num_kv_heads, shape.head_dim, form, first
+            )  # fmt: skip
+            copies.append(registry.bind("kv_copy", args, kernels=kernels))
+        place += count
+    return copies[0] if len(copies) == 1 else _Copies(tuple(copies))
 
-    def copy(source: int, target: int, tokens: int) -> None:
-        blocks[target, :, :tokens] = blocks[source, :, :tokens]
 
-    return copy
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    parts: tuple[KVCopy, ...]
+
+    def __call__(self, source: int, target: int, tokens: int) -> None:
+        for part in self.parts:
+            part(source, target, tokens)
 
 
-def _copy_nothing(source: int, target: int, tokens: int) -> None:
-    """The block copy of a group without layers."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _LatentCopy:
+    """The copy for layers of latents, whose tokens are rows. `blocks` [blocks, bytes of these layers]."""
+
+    blocks: U8Array
+    num_layers: int
+    block_size: int
+
+    def __call__(self, source: int, target: int, tokens: int) -> None:
+        size = self.blocks.shape[1] // self.num_layers
+        used = size // self.block_size * tokens
+        for start in range(0, self.blocks.shape[1], size):
+            self.blocks[target, start : start + used] = self.blocks[source, start : start + used]
 
 
 def _zero_pages(size: int) -> mmap.mmap:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from ...kernels.formats import KVFormat
 from ...kernels.ops import F32Array, make_batch
 from ..engine import Pending, StepRunner
 from ..load.model import Model
@@ -24,6 +24,7 @@ from ..sample.slots import make_slots
 from ..schedule.step import Step, StepResult
 from .cache import allocate, block_shape
 from .inputs import apply_deltas, fill_batch
+from .steering import key_steerings
 from .tier_store import TierStore, open_tier
 
 
@@ -32,16 +33,23 @@ class Runner:
 
     def __init__(self, model: Model, plan: Plan) -> None:
         spec = model.spec
-        shape = block_shape(spec, plan.block_size, KVFormat(plan.kv_format))
-        self.groups = tuple(allocate(index, group, shape, plan.kernels) for index, group in enumerate(plan.groups))
+        self.groups = tuple(
+            allocate(index, group, block_shape(spec, group, plan.block_size, plan.kv_formats), plan.kernels)
+            for index, group in enumerate(plan.groups)
+        )
         max_blocks = -(-plan.max_model_len // plan.block_size)
         self._slots = make_slots(plan.max_num_seqs, plan.max_model_len, (max_blocks,) * len(self.groups))
         self._batch = make_batch(
             plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_logit_rows, self._slots.tables
         )
+        steered = key_steerings(model, plan)
         self.decoder = model.build(
             self._batch,
-            {layer: kv for cache in self.groups for layer, kv in cache.layers.items()},
+            {
+                layer: replace(kv, steering=steered.get(layer))
+                for cache in self.groups
+                for layer, kv in cache.layers.items()
+            },
             Limits(plan.max_num_batched_tokens, plan.max_logit_rows, plan.max_model_len, plan.threads),
             plan.kernels,
         )

@@ -19,9 +19,10 @@ BLOCKS = 6
 
 @pytest.fixture
 def groups():
-    kinds = (((0, 1), BlockShape(8, 2, 16, KVFormat("f16"))), ((2,), BlockShape(8, 1, 16, KVFormat("int8"))))
+    half, byte = KVFormat("f16"), KVFormat("int8")
+    kinds = (((0, 1), BlockShape(8, 2, 16, (half, half))), ((2,), BlockShape(8, 1, 16, (byte,))))
     made = tuple(
-        allocate(place, KVGroup(layers=layers, bytes_per_token=shape.bytes, num_blocks=BLOCKS), shape, "generic")
+        allocate(place, KVGroup(layers=layers, bytes_per_token=0, num_blocks=BLOCKS), shape, "generic")
         for place, (layers, shape) in enumerate(kinds)
     )
     rng = np.random.default_rng(1)

@@ -20,7 +20,6 @@ from llmctl.kernels.ops import (
     EmbedArgs,
     KVCopyArgs,
     KVLayer,
-    LatentArgs,
     LinearArgs,
     NormAddArgs,
     NormArgs,
@@ -294,40 +293,6 @@ def attend_case(
     return Case("attend", name, "f32", make, outputs)
 
 
-def latent_case(rows: int, heads: int, block_size: int, kind: str, *, interleaved: bool) -> Case:
-    rank, nope, rope, value = 32, 8, 16, 24
-
-    def make() -> LatentArgs:
-        rng = np.random.default_rng(rows + heads)
-        batch, blocks = random_batch(rng, rows, block_size=block_size, far=50)
-        size = block_size * (rank + rope) * KVFormat(kind).bytes_per_value
-        values = torch.from_numpy(rng.standard_normal((blocks, 2 * block_size * (rank + rope)), np.float32))
-        arena = values.to(STORED[kind]).view(torch.uint8).numpy().reshape(-1)
-        angles = rng.uniform(0, 6, (60 + MAX_ROWS, rope // 2))
-        return LatentArgs(
-            batch,
-            random_rows(rng, heads * (nope + rope)),
-            random_rows(rng, rank + rope),
-            rng.uniform(0.5, 1.5, rank).astype(np.float32),
-            1e-6,
-            random_weight(parse_weight_format("f32"), heads * (nope + value), rank, rng),
-            np.cos(angles).astype(np.float32),
-            np.sin(angles).astype(np.float32),
-            interleaved,
-            heads,
-            nope,
-            value,
-            (nope + rope) ** -0.5,
-            KVLayer(arena, 2 * size, size, block_size, 1, rank + rope, KVFormat(kind), 1),
-            act_with_all_forms(heads * value),
-        )
-
-    def outputs(args: LatentArgs) -> dict[str, np.ndarray]:
-        return {**act_outputs(args.act, rows), "arena": args.kv.arena}
-
-    return Case("latent", f"m{rows}-h{heads}-b{block_size}-{kind}{'-pairs' * interleaved}", "f32", make, outputs)
-
-
 def act_mul_case(rows: int, k: int, activation: str) -> Case:
     def make() -> ActMulArgs:
         rng = np.random.default_rng(rows + k)
@@ -398,5 +363,3 @@ def all_cases() -> Iterator[Case]:
             yield attend_case(rows, 9, 3, 64, block_size, kind, window=window, far=290)
         yield attend_case(rows, 7, 1, 80, block_size, kind, far=500)
         yield kv_copy_case(kind, block_size, 3, 16)
-        if kind in ("f32", "f16", "bf16"):
-            yield latent_case(rows, 3, block_size, kind, interleaved=rows == 7)
