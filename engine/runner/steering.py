@@ -31,13 +31,14 @@ import numpy.typing as npt
 from ...kernels import registry
 from ...kernels.formats import KVFormat
 from ...kernels.ops import ROWS, SEQS, F32Array, KeySteering, make_batch, steering_width
+from ..kv_groups import KVGroup
 from ..load.model import Model
 from ..models.arch import DecoderSpec
 from ..models.decoder import Limits
 from ..models.rope import rope_tables
 from ..plan import Plan
 from ..tokenizer import Tokenizer
-from .cache import KVGroup, allocate
+from .cache import BlockShape, allocate
 from .probe_text import PROBE_TEXT
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def key_steerings(model: Model, plan: Plan) -> dict[int, KeySteering]:
     if KVFormat(plan.kv_format).bytes_per_value > 1 or model.implementation != "llmctl":
         return {}
     spec = model.spec
-    made_with = VERSION, PROBE_TOKENS, PROBE_TEXT, plan.isa, plan.bits, registry.build_id()
+    made_with = VERSION, PROBE_TOKENS, PROBE_TEXT, plan.isa, plan.bits, plan.ropes, registry.build_id()
     key = hashlib.sha256(msgspec.json.encode(made_with)).hexdigest()[:16]
     path = model.folder / f"steering-{key}.npz"
     found = _read(path, spec)
@@ -114,11 +115,10 @@ def _measure(model: Model, plan: Plan) -> dict[int, KeySteering]:
     tokens = Tokenizer(model.folder).encode(PROBE_TEXT)[: min(PROBE_TOKENS, spec.context_length)]
     count = len(tokens)
     layers = tuple(range(spec.num_layers))
-    group = KVGroup(
-        "full", layers, _BLOCK, spec.num_kv_heads, spec.head_dim, (KVFormat("f32"),) * len(layers)
-    )  # fmt: skip
     blocks = -(-count // _BLOCK)
-    cache = allocate(0, group, blocks, plan.kernels)
+    shape = BlockShape(_BLOCK, spec.num_kv_heads, spec.head_dim, (KVFormat("f32"),) * len(layers))
+    group = KVGroup(layers=layers, bytes_per_token=shape.offsets[-1] // _BLOCK, num_blocks=blocks)
+    cache = allocate(0, group, shape, plan.kernels)
     batch = make_batch(count, 1, 1, (np.arange(blocks, dtype=np.int32)[None],))
     batch.counts[[ROWS, SEQS]] = count, 1
     batch.token[:], batch.position[:], batch.seq_rows[0] = tokens, np.arange(count), count

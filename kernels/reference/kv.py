@@ -126,6 +126,15 @@ def view_of(
     )
 
 
+def latent_view(kv: KVLayer) -> torch.Tensor:
+    """What is stored of every token in a layer of latents: [blocks, block_size, head_dim], sharing memory."""
+    stride, size = kv.block_stride, kv.block_size * kv.head_dim * kv.format.bytes_per_value
+    blocks = kv.arena[: kv.arena.size // stride * stride].reshape(-1, stride)
+    part = blocks[:, kv.layer_offset : kv.layer_offset + size].view(_STORED[kv.format.kind])
+    assert np.shares_memory(part, kv.arena)
+    return _tensor(part, kv.format.kind).view(-1, kv.block_size, kv.head_dim)
+
+
 def _tensor(values: AnyArray, kind: str) -> torch.Tensor:
     tensor = torch.from_numpy(values)
     return tensor.view(_TORCH[kind]) if kind in _TORCH else tensor
