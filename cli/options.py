@@ -160,6 +160,15 @@ def memory_config(
             "half the memory fp8 (the same as fp8_e4m3), fp8_e5m2, int8 (with a scale per token and head).",
         ),
     ] = _DEFAULT.kv_cache_dtype,
+    kv_cache_dtype_skip_layers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kv-cache-dtype-skip-layers",
+            metavar="LAYER",
+            help="A layer whose K and V stay as auto would store them: its number from 0, or sliding_window for all "
+            "with a window. Repeatable.",
+        ),
+    ] = None,
     max_model_len: Annotated[
         int,
         _count(
@@ -235,6 +244,7 @@ def memory_config(
         model=choose_model(model, model_option),
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
+        kv_cache_dtype_skip_layers=tuple(kv_cache_dtype_skip_layers or ()),
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -304,7 +314,7 @@ def engine_config(
         typer.Option(
             "--itl-target-ms",
             metavar="MS",
-            help="How long prompts may let others wait for their next token; 0: four times as long as without prompts.",
+            help="How long prompts may let others wait for a token; 0: three times as long as without prompts.",
         ),
     ] = _DEFAULT.itl_target_ms,
     max_prefill_tokens_beside_decode: Annotated[

@@ -28,6 +28,8 @@ POOL_SHARE = 4
 MIN_RESERVE = 256 << 20
 RESERVE_SHARE = 20
 
+SLIDING_WINDOW = "sliding_window"  # what vLLM calls the layers with a window
+
 # `kv_cache_dtype` to the kind of KVFormat, where the two differ.
 _KINDS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "fp8": "fp8_e4m3"}
 
@@ -58,6 +60,7 @@ class MemoryBudget:
     workspace   activations of one step, logits, rope tables and what is kept per sequence
     reserve     left alone
     kv_format   the kind of KVFormat
+    kv_formats  the kind of each layer; `kv_format` where --kv-cache-dtype-skip-layers does not keep one as it is
     num_blocks  KV blocks of `block_size` tokens; together they are one arena
     tier_blocks blocks that the swap space takes; it is on disk and no part of `total`
     draft       the draft model's part of weights, workspace and KV bytes
@@ -72,6 +75,7 @@ class MemoryBudget:
     block_size: int
     num_blocks: int
     max_model_len: int
+    kv_formats: tuple[str, ...]
     tier_blocks: int = 0
     draft: DraftShare | None = None
 
@@ -125,12 +129,33 @@ def choose_kv_format(config: EngineConfig, weight_formats: Sequence[str]) -> KVF
     return KVFormat(only.pop() if only in ({"f32"}, {"bf16"}) else "f16")
 
 
-def kv_bytes_per_token(spec: DecoderSpec, kv: KVFormat) -> int:
-    """Bytes of K and V of one token in all layers, scales included.
+def kv_format_of_layers(spec: DecoderSpec, config: EngineConfig, weight_formats: Sequence[str]) -> tuple[KVFormat, ...]:
+    """How each layer's K and V are stored; UsageError for skipped layers that the model does not have."""
+    asked = choose_kv_format(config, weight_formats)
+    skipped: set[int] = set()
+    for name in config.kv_cache_dtype_skip_layers:
+        windows = [layer for layer in range(spec.num_layers) if spec.window(layer)]
+        if name == SLIDING_WINDOW and windows:
+            skipped.update(windows)
+        elif name.isdecimal() and int(name) < spec.num_layers:
+            skipped.add(int(name))
+        else:
+            raise UsageError(
+                f"--kv-cache-dtype-skip-layers names `{name}`",
+                f"this model's layers are 0 to {spec.num_layers - 1}"
+                + (f", and `{SLIDING_WINDOW}` stands for {len(windows)} of them" if windows else ", none has a window"),
+            )
+    whole = choose_kv_format(msgspec.structs.replace(config, kv_cache_dtype="auto"), weight_formats)
+    return tuple(whole if layer in skipped else asked for layer in range(spec.num_layers))
+
+
+def kv_bytes_per_token(spec: DecoderSpec, *formats: KVFormat) -> int:
+    """Bytes of K and V of one token in all layers, scales included: of one format, or one for each layer.
 
     Every layer keeps every position, also one with a window.
     """
-    return 2 * spec.num_layers * spec.num_kv_heads * kv.head_bytes(spec.head_dim)
+    each = formats * spec.num_layers if len(formats) == 1 else formats
+    return sum(2 * spec.num_kv_heads * kv.head_bytes(spec.head_dim) for kv in each)
 
 
 def memory_budget(
@@ -171,7 +196,9 @@ def memory_budget(
             or f"free at least {format_bytes(1 - room)} of memory, or choose a model with smaller weights",
         )
     kv = choose_kv_format(config, weight_formats)
-    per_token = kv_bytes_per_token(spec, kv) + (0 if share is None else share.kv_bytes_per_token)
+    formats = kv_format_of_layers(spec, config, weight_formats)
+    own_per_token = kv_bytes_per_token(spec, *formats)
+    per_token = own_per_token + (0 if share is None else share.kv_bytes_per_token)
     return MemoryBudget(
         available=available_bytes,
         weights=weight_bytes,
@@ -182,7 +209,8 @@ def memory_budget(
         block_size=config.block_size,
         num_blocks=_pool_blocks(config, length, room, per_token, kv, demand),
         max_model_len=length,
-        tier_blocks=_tier_blocks(config, kv_bytes_per_token(spec, kv)),
+        kv_formats=tuple(form.kind for form in formats),
+        tier_blocks=_tier_blocks(config, own_per_token),
         draft=share,
     )
 

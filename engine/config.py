@@ -126,13 +126,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     dtype                   auto keeps weights as stored; a float type converts all of them at load
     kv_cache_dtype          auto: float32 for float32 weights, bfloat16 for bfloat16, else float16; fp8 is fp8_e4m3
+    kv_cache_dtype_skip_layers  layers whose K and V stay as `auto` would store them: numbers from 0, or sliding_window
+                            for all that have one
     cache_eviction          lru-k forgets the block whose K-th last use (`cache_eviction_k`) is oldest, so that content
                             used once does not push out what is used again and again; lru looks at the last use alone
     num_gpu_blocks_override KV blocks in the pool instead of what the memory budget gives (the flag's name is vLLM's)
     gpu_memory_utilization  share of the available memory, on any device, that weights, workspace and KV pool may take
                             together; 0: a quarter of what the first two leave goes to the pool
     tenant_weights          shares of tenants (API keys, or `user`) in the fair queue; 1 for who is not named
-    itl_target_ms           pause between tokens that prompts beside decodes may cause; 0: four times a step of decodes
+    itl_target_ms           pause between tokens that prompts beside decodes may cause; 0: three times a step of decodes
     max_prefill_tokens_beside_decode  prompt tokens of a step with decodes, whatever they cost; 0: as the target allows
     swap_space              GiB of disk for blocks that the KV pool has no room for (tier 2 of the prefix cache)
     preemption_mode         what a preempted sequence comes back by: swap (its blocks are in swap_space), recompute
@@ -147,6 +149,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str = ""
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
+    kv_cache_dtype_skip_layers: tuple[str, ...] = ()
     max_model_len: int = 0
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512

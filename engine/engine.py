@@ -11,6 +11,7 @@ from typing import Protocol
 from .deadlines import Deadlines
 from .request import Output, Request
 from .schedule.scheduler import Scheduler
+from .schedule.states import SequenceState
 from .schedule.stats import SchedulerStats
 from .schedule.step import Step, StepResult
 
@@ -42,6 +43,8 @@ class Core(Protocol):
     def step(self) -> tuple[Output, ...]: ...
 
     def stats(self) -> SchedulerStats: ...
+
+    def states(self) -> tuple[SequenceState, ...]: ...
 
     def close(self) -> None: ...
 
@@ -104,7 +107,12 @@ class Engine:
 
     def stats(self) -> SchedulerStats:
         """Counters of the scheduler and the KV pool as they are now."""
-        return dataclasses.replace(self._scheduler.stats(), scheduler_s=self._scheduler_s, step_s=self._step_s)
+        stats = self._scheduler.stats()
+        return dataclasses.replace(stats, scheduler_s=self._scheduler_s - stats.draft_s, step_s=self._step_s)
+
+    def states(self) -> tuple[SequenceState, ...]:
+        """Every unfinished sequence in order of arrival, after those that ended last."""
+        return self._scheduler.ended() + self._scheduler.states()
 
     def close(self) -> None:
         """Wait for the steps in flight and release the runner."""

@@ -7,7 +7,19 @@ from collections.abc import Callable, Iterable
 
 from ..kernels.errors import LlmctlError
 from .engine import Core
-from .messages import Abort, Command, EngineStats, Event, GetStats, Outputs, Shutdown, Stats, Submit
+from .messages import (
+    Abort,
+    Command,
+    EngineStats,
+    Event,
+    GetStates,
+    GetStats,
+    Outputs,
+    Shutdown,
+    States,
+    Stats,
+    Submit,
+)
 from .request import FinishReason, Output, Request
 
 Inbox = Callable[[bool], Iterable[Command]]  # inbox(wait): the commands that have come; waits for one if asked
@@ -27,6 +39,8 @@ def run_loop(engine: Core, epoch: int, inbox: Inbox, emit: Emit) -> None:
                 case GetStats(ticket):
                     age = time.monotonic() - last_step if engine.has_work else 0.0
                     emit(Stats(ticket, _stats(engine, steps, generated, age)))
+                case GetStates(ticket):
+                    emit(States(ticket, engine.states()))
                 case Shutdown():
                     return
         if engine.has_work:
@@ -90,6 +104,7 @@ def _stats(engine: Core, steps: int, generated: int, age: float) -> EngineStats:
         cache_audit_failures=stats.audit_failures,
         steps=steps,
         scheduler_s=stats.scheduler_s,
+        draft_s=stats.draft_s,
         step_s=stats.step_s,
         last_step_age_s=age,
     )

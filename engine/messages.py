@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from .request import Output, Request
+from .schedule.states import SequenceState
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +61,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     cache_audit_failures: int = 0
     steps: int = 0
     scheduler_s: float = 0.0  # in the scheduler and the prefix tree, of `step_s` in all
+    draft_s: float = 0.0  # and in a draft model
     step_s: float = 0.0
     last_step_age_s: float = 0.0
 
@@ -79,6 +81,12 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
     """Ask for a `Stats` with this ticket."""
+
+    ticket: int
+
+
+class GetStates(msgspec.Struct, frozen=True, tag="get_states"):
+    """Ask for a `States` with this ticket."""
 
     ticket: int
 
@@ -128,5 +136,12 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     stats: EngineStats
 
 
-Command = Submit | Abort | GetStats | Shutdown
-Event = Ready | Loading | Opened | Failed | Outputs | Stats
+class States(msgspec.Struct, frozen=True, tag="states"):
+    """The answer to `GetStates`: the sequences that ended last, then those that have not."""
+
+    ticket: int
+    states: tuple[SequenceState, ...]
+
+
+Command = Submit | Abort | GetStats | GetStates | Shutdown
+Event = Ready | Loading | Opened | Failed | Outputs | Stats | States

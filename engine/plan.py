@@ -33,6 +33,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     weight_formats: tuple[str, ...]
     kv_format: str
+    kv_formats: tuple[str, ...]
     block_size: int
     num_blocks: int
     max_model_len: int
@@ -56,7 +57,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def fingerprint(self) -> str:
         """Two engines with the same fingerprint give the same bits."""
         same_bits = (
-            *(self.digest, self.model_impl, self.isa, self.bits, self.weight_formats, self.kv_format),
+            *(self.digest, self.model_impl, self.isa, self.bits, self.weight_formats, self.kv_formats),
             registry.build_id(),
         )
         return "llmctl-" + hashlib.sha256(msgspec.json.encode(same_bits)).hexdigest()[:16]
@@ -83,6 +84,7 @@ def resolve(config: EngineConfig, model: Model, draft: Model | None = None) -> t
         threads=threads,
         weight_formats=formats,
         kv_format=budget.kv_format,
+        kv_formats=budget.kv_formats,
         block_size=config.block_size,
         num_blocks=budget.num_blocks,
         max_model_len=budget.max_model_len,
@@ -114,6 +116,7 @@ def _with_draft(plan: Plan, draft: Model, budget: MemoryBudget) -> Plan:
         model_impl=draft.implementation,
         weight_formats=draft.weight_formats,
         kv_format=budget.draft.kv_format,
+        kv_formats=(budget.draft.kv_format,) * draft.spec.num_layers,
         max_logit_rows=min(plan.max_num_seqs, plan.max_num_batched_tokens),
         async_depth=1,
         tier_blocks=0,

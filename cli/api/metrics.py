@@ -148,6 +148,7 @@ class _EngineCollector(Collector):
             ("spec_decode_num_accepted_tokens", "Drafted tokens that stood.", stats.accepted_tokens),
             ("engine_steps", "Steps of the engine.", stats.steps),
             ("step_seconds", "Time of these steps, scheduling included.", stats.step_s),
+            ("spec_decode_draft_seconds", "Of it in a draft model.", stats.draft_s),
             ("scheduler_seconds", "Of it in the scheduler and the prefix tree.", stats.scheduler_s),
         ):
             counter = CounterMetricFamily(f"llmctl:{name}", text, labels=("model_name",))

@@ -21,7 +21,7 @@ from .answer import Answer, Job
 from .chat_shape import ChatShape
 from .errors import ApiError, of_llmctl
 from .journal import Record
-from .responses import Detokenized, Model, ModelList, Tokens, Version
+from .responses import Detokenized, Model, ModelList, Sequences, Tokens, Version
 from .schema import ChatRequest, CompletionRequest, DetokenizeRequest, Generate, TokenizeRequest, decode
 from .service import Service
 from .shape import Heading, Shape
@@ -52,6 +52,8 @@ class Endpoints:
         ]
         if self._service.settings.metrics:
             table.append(("/metrics", self.metrics, "GET"))
+        if self._service.settings.debug_requests:
+            table.append(("/debug/requests", self.debug_requests, "GET"))
         return [Route(path, endpoint, methods=[method]) for path, endpoint, method in table]
 
     async def chat_completions(self, http: HttpRequest) -> Response:
@@ -178,6 +180,12 @@ class Endpoints:
         _record(http).endpoint = "/metrics"
         await self._service.refresh()
         return Response(self._service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def debug_requests(self, http: HttpRequest) -> Response:
+        """Every sequence that has not ended and the last that have, with all states so far."""
+        self._enter(http, "/debug/requests")
+        self._service.loaded()
+        return _json(Sequences(await self._service.states()))
 
     def _enter(self, http: HttpRequest, endpoint: str) -> Record:
         """The request's record, after its key was checked."""

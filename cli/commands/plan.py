@@ -39,6 +39,7 @@ def plan(context: typer.Context, config: MemoryOptions, json: Json = False) -> N
     Only headers are read; a model that is not on this machine is fetched first.
     """
     from ...engine.budget import memory_budget
+    from ...engine.load.disk import check_swap_room
     from ...kernels.device import read_machine
 
     console: Console = context.obj
@@ -47,6 +48,8 @@ def plan(context: typer.Context, config: MemoryOptions, json: Json = False) -> N
     spec, size = described(source, config)
     beside = None if draft is None else model_size(draft, config)
     budget = memory_budget(spec, size.bytes, tuple(size.formats), config, read_machine().memory_available, beside)
+    if budget.tier_blocks:
+        check_swap_room(environment().cache, budget.tier_bytes)
     if json:
         console.json(as_json(source.name, size, budget))
     else:
@@ -125,6 +128,7 @@ def as_json(model: str, size: PackedSize, budget: MemoryBudget) -> dict[str, obj
         "reserve_bytes": budget.reserve,
         "total_bytes": budget.total,
         "kv_format": budget.kv_format,
+        "kv_formats": list(budget.kv_formats),
         "kv_bytes_per_token": budget.kv_bytes_per_token,
         "block_size": budget.block_size,
         "bytes_per_block": budget.bytes_per_block,
@@ -152,9 +156,11 @@ def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget) -
     from ...engine.sizes import format_bytes
 
     formats = ", ".join(f"{count} {name}" for name, count in size.formats.items())
+    kept = [kind for kind in budget.kv_formats if kind != budget.kv_format]
     pool = (
-        f"{budget.num_blocks} blocks of {budget.block_size} tokens in {budget.kv_format}, "
-        f"{format_bytes(budget.kv_bytes_per_token)} per token"
+        f"{budget.num_blocks} blocks of {budget.block_size} tokens in {budget.kv_format}"
+        + (f" ({len(kept)} layers in {kept[0]}), " if kept else ", ")
+        + f"{format_bytes(budget.kv_bytes_per_token)} per token"
     )
     swap = f"swap space: {budget.tier_blocks} more blocks, {budget.tier_blocks * budget.block_size} tokens"
     console.table(

@@ -24,6 +24,11 @@ def check_room(folder: Path, needed: int, what: str, remedy: str = _REMEDY) -> N
         raise disk_full(folder, needed, what, remedy)
 
 
+def check_swap_room(folder: Path, needed: int) -> None:
+    """Raise CapacityError if a swap space of so many bytes in `folder` is more than its disk has free."""
+    check_room(folder, needed, "swapped KV blocks", "lower --swap-space, or let LLMCTL_CACHE name another folder")
+
+
 def disk_full(folder: Path, needed: int, what: str, remedy: str = _REMEDY) -> CapacityError:
     """The error of a disk that cannot hold `needed` bytes of `what` in `folder`."""
     free = free_bytes(folder)

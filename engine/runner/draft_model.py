@@ -16,6 +16,7 @@ Of the draft model's likeliest tokens 48, 31 and 23 % stood, and of tokens sampl
 from __future__ import annotations
 
 import sys
+import time
 from array import array
 from collections.abc import Sequence as Items
 
@@ -39,6 +40,7 @@ class DraftModel:
 
     def __init__(self, runner: Runner, *, cost: float, max_rows: int, max_tokens: int, vocab_size: int) -> None:
         self.cost = cost
+        self.seconds = 0.0
         self._runner = runner
         self._max_rows, self._max_tokens, self._vocab_size = max_rows, max_tokens, vocab_size
         self._contents = Contents(runner.groups[0].group.block_size)
@@ -51,6 +53,7 @@ class DraftModel:
 
     def propose(self, wanted: Items[Wanted]) -> list[tuple[int, ...]]:
         """The model's continuation of each sequence; nothing for one that it has not caught up with yet."""
+        started = time.perf_counter()
         step, active = self._first_step(wanted)
         asked = [self._followers[seq.slot] for seq, _ in wanted]
         while active:
@@ -60,6 +63,7 @@ class DraftModel:
             step = Step(0, chunks=tuple(follower.go_on() for follower in active))
         for follower in asked:
             self._contents.note(follower.blocks, follower.first, follower.computed)
+        self.seconds += time.perf_counter() - started
         return [tuple(follower.guesses) for follower in asked]
 
     def forget(self, seq: Sequence) -> None:

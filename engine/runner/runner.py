@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ from ..sample.slots import make_slots
 from ..schedule.step import Step, StepResult
 from .cache import KVGroup, allocate
 from .inputs import apply_deltas, fill_batch
+from .steering import key_steerings
 from .tier_store import TierStore, open_tier
 
 
@@ -34,7 +36,7 @@ class Runner:
         spec = model.spec
         group = KVGroup(
             "full", tuple(range(spec.num_layers)), plan.block_size, spec.num_kv_heads, spec.head_dim,
-            KVFormat(plan.kv_format),
+            tuple(KVFormat(kind) for kind in plan.kv_formats),
         )  # fmt: skip
         self.groups = (allocate(0, group, plan.num_blocks, plan.kernels),)
         max_blocks = -(-plan.max_model_len // plan.block_size)
@@ -42,9 +44,14 @@ class Runner:
         self._batch = make_batch(
             plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_logit_rows, self._slots.tables
         )
+        steered = key_steerings(model, plan)
         self.decoder = model.build(
             self._batch,
-            {layer: kv for cache in self.groups for layer, kv in cache.layers.items()},
+            {
+                layer: replace(kv, steering=steered.get(layer))
+                for cache in self.groups
+                for layer, kv in cache.layers.items()
+            },
             Limits(plan.max_num_batched_tokens, plan.max_logit_rows, plan.max_model_len, plan.threads),
             plan.kernels,
         )

@@ -17,7 +17,7 @@ from io import FileIO
 from pathlib import Path
 
 from ...kernels.errors import CapacityError
-from ..load.disk import check_room
+from ..load.disk import check_swap_room
 from ..schedule.step import Swap
 from ..sizes import format_bytes
 from .cache import GroupCache
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 def open_tier(folder: Path, groups: Sequence[GroupCache], num_places: int, block_size: int) -> TierStore:
     """A store of so many places in a new file in `folder`. CapacityError if there can be none, or not of that size."""
     needed = num_places * sum(cache.group.bytes_per_block for cache in groups)
-    check_room(folder, needed, "swapped KV blocks", "lower --swap-space, or let LLMCTL_CACHE name another folder")
+    check_swap_room(folder, needed)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = tempfile.TemporaryFile(buffering=0, dir=folder, prefix="swap-")  # noqa: SIM115  (the store closes it)

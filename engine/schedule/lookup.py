@@ -14,6 +14,7 @@ class PromptLookup:
     """The n-grams of every sequence that was asked about and has not ended."""
 
     cost = 0.0  # some microseconds
+    seconds = 0.0  # they count as scheduling
 
     def __init__(self, options: SpeculativeConfig) -> None:
         self._longest, self._shortest = options.prompt_lookup_max, options.prompt_lookup_min

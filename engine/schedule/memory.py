@@ -6,7 +6,7 @@ The last is needed when a cached block stands above one in use that belongs to s
 same content at once and kept a block each. Whatever is cached can therefore always be had, and `available` counts it.
 
 What eviction takes may be in tier 2 (`tier.py`). `wake` has it read back for a sequence that is about to be admitted,
-which waits for it once; what is not there then is computed. So nothing is built on what was read before it is known to
+which waits for it; what is not there then is computed. So nothing is built on what was read before it is known to
 be right.
 """
 
@@ -96,22 +96,23 @@ class KVMemory:
         return Start(columns, hit.partial.blocks, hit.partial_tokens, (*hit.nodes, hit.partial))
 
     def wake(self, seq: Sequence, start: Start) -> bool:
-        """Have tier 2 read what it has of a sequence's start, as far as there are blocks for it.
+        """Have tier 2 read what it has of a sequence's start, as far as there are blocks for it, some in each step.
 
-        Whether the sequence, which is affordable, should wait for it: at most once since it was queued. Somebody else's
-        reads it waits for in any case, they are soon done.
+        Whether the sequence, which is affordable, should wait for it: while no more was read since it was queued than
+        it has blocks, lest what is read be evicted and read for ever. Somebody else's reads it waits for in any case.
         """
         if any(map(self.tier.is_read, start.asleep)):
             return True
-        if seq.woken or not start.asleep:
+        if not start.asleep or seq.woken >= self.blocks_for(len(seq.tokens)):
             return False
-        seq.woken = True
-        nodes = start.asleep[: max(self.available - self.cost(start), 0)]
+        nodes = start.asleep[: min(self._cost.blocks_at_once, max(self.available - self.cost(start), 0))]
         if not nodes:
             return False
+        seq.woken += len(nodes)
         for column in start.columns:
             self._share(column)
         self.tier.hold(start.columns)
+        self.tier.renew(start.asleep)
         self.tier.reserve(nodes)
         for node, column in zip(nodes, self._take(len(nodes))):
             if node.alive:
@@ -211,7 +212,7 @@ class KVMemory:
         """
         order, own = seq.leader.order, seq.blocks[seq.borrowed :]
         self.release(seq)
-        seq.woken = False
+        seq.woken = 0
         if self.tier.num_places and not self._cost.swap_is_cheaper:
             for column in own:
                 node = self.tree.node_of(column[0])

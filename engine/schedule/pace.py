@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SLOWDOWN = 4.0
+SLOWDOWN = 3.0
 USUAL = 64  # tokens, which beside few decodes may take longer than that
 LEAST = 16  # tokens, whatever the target
 GRAIN = 8  # chunks are multiples of it
@@ -68,8 +68,8 @@ class Pace:
     def _follow(self, decodes: float, tokens: float, seconds: float) -> None:
         """One step of the filter; `decodes` is 1 or 0."""
         first, both, second = self._variance
-        first += (_DRIFT * self._decodes_s) ** 2
-        second += (_DRIFT * self._token_s) ** 2
+        first += (_DRIFT * self._decodes_s * decodes) ** 2  # what a step has none of drifts unseen
+        second += (_DRIFT * self._token_s * bool(tokens)) ** 2
         expected = decodes * self._decodes_s + tokens * self._token_s
         error = min(seconds, 2 * expected) - expected
         to_first = first * decodes + both * tokens

@@ -11,10 +11,17 @@ Wanted = tuple[Sequence, int]  # a sequence all of whose tokens are known, and h
 
 
 class Proposer(Protocol):
-    """Guesses tokens. `cost` is what one guess takes, as a share of the time of a step of one row."""
+    """Guesses tokens.
+
+    cost     what one guess takes, as a share of the time of a step of one row
+    seconds  what guessing has taken since the start, if that is no part of scheduling
+    """
 
     @property
     def cost(self) -> float: ...
+
+    @property
+    def seconds(self) -> float: ...
 
     def foresees(self, seq: Sequence) -> bool:
         """Whether `propose` is worth asking for this sequence now. Asked often, so it is cheap."""

@@ -12,6 +12,7 @@ still writes to them; a runner slot waits for its last result, which is read per
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import deque
 from typing import NamedTuple
@@ -29,7 +30,8 @@ from .roster import Roster
 from .sequence import Phase
 from .settling import Settler
 from .speculate import Speculator
-from .stats import Counts, SchedulerStats, SequenceState, state_of
+from .states import SequenceState, state_of
+from .stats import Counts, SchedulerStats
 from .step import Step, StepResult
 
 log = logging.getLogger(__name__)
@@ -59,7 +61,8 @@ class Scheduler:
             config.preemption_mode,
         )
         queue = make_queue(config.policy, config.limit, dict(config.tenant_weights))
-        speculator = Speculator(config.speculation, self._memory, proposer or PromptLookup(config.speculation))
+        proposer = proposer or PromptLookup(config.speculation)
+        self._speculator = speculator = Speculator(config.speculation, self._memory, proposer)
         self._roster = Roster(config, self._memory, queue, self._counts)
         self._pace = None if config.pace is None else Pace(config.pace)
         self._filler = Filler(self._roster, self._memory, speculator, self._counts, self._pace)
@@ -135,9 +138,13 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Counts as they are now."""
         running = self._roster.running
-        return self._counts.stats(
-            self._memory, self._config.bytes_per_block, self._roster.live - len(running), running.values()
-        )
+        waiting = self._roster.live - len(running)
+        counts = self._counts.stats(self._memory, self._config.bytes_per_block, waiting, running.values())
+        return dataclasses.replace(counts, draft_s=self._speculator.seconds)
+
+    def ended(self) -> tuple[SequenceState, ...]:
+        """The sequences that ended last, at most `KEPT`, in that order."""
+        return tuple(self._roster.ended)
 
     def states(self) -> tuple[SequenceState, ...]:
         """Every unfinished sequence, in order of arrival."""

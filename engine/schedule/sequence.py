@@ -52,7 +52,8 @@ class Sequence:
     charged    positions that were ever scheduled: recomputing is not the tenant's fault
     is_beam    one of a beam search: which token follows depends on the other beams
     plain      tokens are all that is wanted of it: no beam, no logprobs
-    woken      whether tier 2 was asked for what it has of the sequence since that was last queued
+    woken      blocks that tier 2 was asked for since the sequence was last queued
+    trace      every phase it entered, with the steps that had been made then
     """
 
     __slots__ = (
@@ -81,10 +82,13 @@ class Sequence:
         "scheduled",
         "slot",
         "tokens",
+        "trace",
         "woken",
     )
 
-    def __init__(self, request: Request, index: int, order: int, limit: int, leader: Sequence | None = None) -> None:
+    def __init__(
+        self, request: Request, index: int, order: int, limit: int, leader: Sequence | None = None, step: int = 0
+    ) -> None:
         self.request = request
         self.index = index
         self.order = order
@@ -92,6 +96,7 @@ class Sequence:
         self.is_beam = request.sampling.use_beam_search
         self.plain = not self.is_beam and request.sampling.logprobs is None
         self.phase = Phase.WAITING
+        self.trace = [(Phase.WAITING, step)]
         self.tokens = list(request.prompt)
         self.prompt_len = len(request.prompt)
         self.max_new = max(0, min(request.max_tokens, limit - self.prompt_len))
@@ -111,7 +116,7 @@ class Sequence:
         self.probed = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.charged = 0
-        self.woken = False
+        self.woken = 0
         self.cached_tokens = 0
 
     @property
@@ -161,13 +166,14 @@ class Sequence:
         """Who goes first: the more important request (a lower number), then the earlier one."""
         return self.request.priority, self.order
 
-    def move(self, phase: Phase) -> None:
-        """Enter `phase`, or raise IllegalTransition."""
+    def move(self, phase: Phase, step: int) -> None:
+        """Enter `phase` when `step` steps have been made, or raise IllegalTransition."""
         if phase not in _NEXT[self.phase]:
             raise IllegalTransition(
                 f"sequence {self.index} of `{self.request.id}` cannot go from {self.phase.value} to {phase.value}"
             )
         self.phase = phase
+        self.trace.append((phase, step))
 
 
 def slot_sampling(request: Request, index: int) -> SlotSampling:

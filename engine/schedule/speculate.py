@@ -35,8 +35,6 @@ from .memory import KVMemory
 from .proposer import Proposer
 from .sequence import Sequence
 
-ROW_COST = 1 / 8  # of a step, for a row with a draft that costs something to make
-
 
 class Speculator:
     """The draft lengths of every sequence that ever drafted, until it is forgotten."""
@@ -45,7 +43,6 @@ class Speculator:
         self._most = min(options.num_speculative_tokens, memory.block_size) if options.method != "none" else 0
         self._company = options.max_sequences if self._most else 0
         self._rows = min(options.max_rows, self._company * (1 + self._most))
-        self._cost = proposer.cost + ROW_COST if proposer.cost else 0.0
         self._memory = memory
         self._proposer = proposer
         self._lengths: dict[int, DraftLength] = {}
@@ -53,6 +50,11 @@ class Speculator:
     def may_wait(self, running: int) -> bool:
         """Whether `waits` can be true of any of so many."""
         return running <= self._company
+
+    @property
+    def seconds(self) -> float:
+        """What guessing has taken beside scheduling."""
+        return self._proposer.seconds
 
     def waits(self, seq: Sequence, running: int) -> bool:
         """Whether the sequence, whose last token is being sampled, should get its result before its next step."""
@@ -104,7 +106,7 @@ class Speculator:
     def _length(self, seq: Sequence) -> DraftLength:
         length = self._lengths.get(seq.order)
         if length is None:
-            length = self._lengths[seq.order] = DraftLength(self._most, self._cost)
+            length = self._lengths[seq.order] = DraftLength(self._most, self._proposer.cost)
         return length
 
     def _fitting(self, seq: Sequence, count: int, spare: int) -> int:

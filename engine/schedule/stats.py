@@ -1,4 +1,4 @@
-"""What the scheduler tells about itself: counts for metrics, and the state of each sequence for debugging."""
+"""What the scheduler counts, for metrics."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from .memory import KVMemory
-from .sequence import Phase, Sequence
+from .sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
     """Counts now (sequences, blocks summed over groups, shares of them) and since the start (the rest).
 
-    `scheduler_s` is the time in the scheduler and the prefix tree, `step_s` that of all steps with it.
+    `scheduler_s` is the time in the scheduler and the prefix tree, `draft_s` that of a draft model, and `step_s` that
+    of all steps with them.
     `drafts` are chunks with `draft_tokens` proposed tokens together, of which `accepted_tokens` stood, and of these
     `accepted_per_position[i]` in place i of a draft. `audits` are of prefix hits, see `engine/audit.py`.
     """
@@ -48,6 +49,7 @@ class SchedulerStats:
     audits: int = 0
     audit_failures: int = 0
     scheduler_s: float = 0.0
+    draft_s: float = 0.0
     step_s: float = 0.0
 
 
@@ -110,31 +112,3 @@ class Counts:
             swapped_out_bytes=tier.written * bytes_per_block,
             swapped_in_bytes=tier.read_back * bytes_per_block,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceState:
-    """Where one sequence stands, for debugging."""
-
-    request_id: str
-    index: int
-    phase: Phase
-    prompt_tokens: int
-    generated_tokens: int
-    computed_tokens: int
-    blocks: int
-    slot: int
-
-
-def state_of(seq: Sequence) -> SequenceState:
-    """Where the sequence stands now."""
-    return SequenceState(
-        request_id=seq.request.id,
-        index=seq.index,
-        phase=seq.phase,
-        prompt_tokens=seq.prompt_len,
-        generated_tokens=seq.generated,
-        computed_tokens=seq.computed,
-        blocks=len(seq.blocks),
-        slot=seq.slot,
-    )

@@ -8,6 +8,9 @@ tried, which gives its price. The figures decide only where KV comes from, never
 from __future__ import annotations
 
 MANY_TOKENS = 16
+READ_US = 10_000  # that a step may spend on reading: others wait for it
+
+_FIRST_READ = 16  # blocks, before it is known how long they take
 
 _SHARE = 0.1  # of the newest figure in the mean
 
@@ -28,6 +31,11 @@ class SwapCost:
         if not self._block_us or not self._token_us:
             return True
         return 2 * self._block_us < self._block_size * self._token_us
+
+    @property
+    def blocks_at_once(self) -> int:
+        """Blocks to read in one step."""
+        return max(1, int(READ_US / self._block_us)) if self._block_us else _FIRST_READ
 
     def learn(self, swap_us: int, moves: int, compute_us: int, tokens: int) -> None:
         """A step moved so many blocks and computed so many tokens, in so many microseconds."""

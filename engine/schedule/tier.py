@@ -106,13 +106,19 @@ class Tier:
         self._free.append(node.place)
         node.place = -1
 
+    def renew(self, nodes: Iterable[Node]) -> None:
+        """The copies of these nodes, parents first, are of use now."""
+        for node in reversed(tuple(nodes)):
+            self._nodes.move_to_end(node.place)
+
     def reserve(self, nodes: Iterable[Node]) -> None:
         """Keep the copies of these nodes, parents first, until they are read."""
-        for node in reversed(tuple(nodes)):
+        nodes = tuple(nodes)
+        for node in nodes:
             if node in self._reading or node.residency is not Residency.TIER:
                 raise IllegalTransition(f"a node in {node.residency.value} cannot be read from tier 2")
             self._reading.add(node)
-            self._nodes.move_to_end(node.place)
+        self.renew(nodes)
 
     def cancel(self, node: Node) -> None:
         """A node that was reserved will not be read."""

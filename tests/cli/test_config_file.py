@@ -66,6 +66,13 @@ def test_every_option_of_the_command_can_be_in_the_file_flat_or_dotted(console, 
     assert (config.enable_prefix_caching, config.threads, settings.api_keys) == (False, 2, ("k",))
 
 
+def test_speculation_is_spelt_out_or_written_as_on_the_command_line(console, served, write):
+    for text in ("speculative_config:\n  model: small\n", 'engine.speculative-config: \'{"model": "small"}\'\n'):
+        assert app.run(["serve", "--config", write(text)], console) == ExitCode.OK
+        config, _ = served.pop()
+        assert (config.speculative_config.method, config.speculative_config.model) == ("draft_model", "small")
+
+
 @pytest.mark.parametrize(
     ("text", "message", "hint"),
     [

@@ -161,6 +161,29 @@ def test_cache_format_follows_the_option_then_the_weights(options, formats, kind
     assert budget(formats=formats, **options).kv_format == kind
 
 
+def test_skipped_layers_keep_the_full_format_and_are_counted_so():
+    found = budget(kv_cache_dtype="int8", kv_cache_dtype_skip_layers=("0", "29", "29"))
+    assert found.kv_formats == ("f16", *("int8",) * 28, "f16")
+    assert found.kv_bytes_per_token == 2 * 3 * (2 * 128 + 28 * 66)
+    assert found.kv_format == "int8"
+
+
+def test_layers_with_a_window_are_skipped_by_that_name():
+    spec = msgspec.structs.replace(SPEC, windows=(512, 0, 512) * 10)
+    found = budget(spec=spec, formats=("f32",), kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=("sliding_window",))
+    assert found.kv_formats == ("f32", "fp8_e4m3", "f32") * 10
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("30", "layers are 0 to 29"), ("-1", "0 to 29"), ("sliding_window", "none has a window"), ("all", "0 to 29")],
+)
+def test_a_skipped_layer_that_is_not_there_is_refused(name, hint):
+    with pytest.raises(UsageError, match=f"--kv-cache-dtype-skip-layers names `{name}`") as caught:
+        budget(kv_cache_dtype="int8", kv_cache_dtype_skip_layers=("1", name))
+    assert hint in caught.value.hint
+
+
 def test_more_tokens_sequences_or_vocabulary_need_more_workspace():
     workspace = budget().workspace
     assert budget(max_num_batched_tokens=2048).workspace > workspace

@@ -24,12 +24,8 @@ PROMPTS = [[5, 77, 130, 9, 200], [7, 8, 9] * 20, [100] * 40 + [3]]
 WAYS = (
     Way("a draft model, alone", {}, alone=True),
     Way("a draft model, together"),
-    Way("a draft model, three together", {"max_num_seqs": 3}),
     Way("a draft model, chunks of 7", {"max_num_batched_tokens": 7}),
-    Way("a draft model, blocks of 8 without cache", {"block_size": 8, "enable_prefix_caching": False}),
     Way("a draft model, cache warm", {"max_num_seqs": 3}, twice=True),
-    Way("a draft model, preempted", {"num_gpu_blocks_override": 26, "block_size": 8, "max_num_seqs": 6,
-                                     "max_model_len": 200}),
     Way("a draft model, two steps in flight, preempted", {"num_gpu_blocks_override": 26, "block_size": 8,
                                                           "max_num_seqs": 6, "max_model_len": 200, "async_depth": 2}),
     Way("a draft model, preempted to a swap space", {"num_gpu_blocks_override": 26, "block_size": 8, "max_num_seqs": 6,

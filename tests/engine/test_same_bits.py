@@ -78,6 +78,7 @@ WAYS = (
     Way("two steps in flight, preempted", {"async_depth": 2, "num_gpu_blocks_override": 30, "block_size": 8,
                                            "max_model_len": 200}),
     Way("first come first served", {"scheduling_policy": "fcfs"}),
+    Way("prompts cut to 5 tokens beside decodes", {"max_prefill_tokens_beside_decode": 5, "scheduling_policy": "sjf"}),
     Way("in an engine process", {}, process=True),
     Way("no drafts, together", {"speculative_config": OFF}),
     Way("drafts, alone", {"speculative_config": EAGER}, alone=True),
@@ -164,6 +165,21 @@ def test_every_format_of_the_cache_gives_the_same_bits(kv: str, tiny: str) -> No
     for way in (way for way in WAYS if way.name in names):
         with_format = replace(way, options={**way.options, "kv_cache_dtype": kv})
         assert run(tiny, "auto", with_format, requests) == calm, way.name
+
+
+def test_a_layer_left_out_of_the_cache_s_format_gives_the_same_bits(tiny: str) -> None:
+    requests = mixed_requests(16, 304, 120)
+    options = {"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": ("1",)}
+    alone = run(tiny, "auto", Way("calm", {**CALM, **options}, alone=True), requests)
+    for way in (way for way in WAYS if way.name in ("together", "chunks of 7", "cache warm", "preempted")):
+        assert run(tiny, "auto", replace(way, options={**way.options, **options}), requests) == alone, way.name
+
+
+def test_with_every_layer_left_out_the_cache_is_as_without_a_format(tiny: str) -> None:
+    requests = mixed_requests(8, 304, 120)
+    skipped = {"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": ("0", "1")}
+    found = [run(tiny, "auto", Way("calm", {**CALM, **more}), requests) for more in ({}, skipped)]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("family", ["qwen2-window", "gemma3"])

@@ -18,7 +18,8 @@ BLOCKS = 6
 
 @pytest.fixture
 def groups():
-    kinds = (KVGroup("full", (0, 1), 8, 2, 16, KVFormat("f16")), KVGroup("full", (2,), 8, 1, 16, KVFormat("int8")))
+    half, byte = KVFormat("f16"), KVFormat("int8")
+    kinds = (KVGroup("full", (0, 1), 8, 2, 16, (half, half)), KVGroup("full", (2,), 8, 1, 16, (byte,)))
     made = tuple(allocate(place, group, BLOCKS, "generic") for place, group in enumerate(kinds))
     rng = np.random.default_rng(1)
     for cache in made:

@@ -20,3 +20,17 @@ def test_evictions_what_was_regretted_and_the_swap_space_are_shown():
         ("swapped_out_bytes_total", 8000), ("swapped_in_bytes_total", 4000),
     ):  # fmt: skip
         assert float(shown[f'llmctl:{name}{{model_name="m"}}']) == value, name
+
+
+def test_what_became_of_drafts_is_shown_by_their_place():
+    stats = EngineStats(drafts=9, draft_tokens=20, accepted_tokens=11, accepted_per_position=(7, 4), draft_s=0.5)
+    metrics = Metrics("m")
+    metrics.watch_engine(lambda: stats)
+    shown = dict(line.rsplit(" ", 1) for line in metrics.render().decode().splitlines() if not line.startswith("#"))
+    assert float(shown['llmctl:spec_decode_num_accepted_tokens_total{model_name="m"}']) == 11
+    assert float(shown['llmctl:spec_decode_draft_seconds_total{model_name="m"}']) == 0.5
+    by_place = [
+        shown[f'llmctl:spec_decode_num_accepted_tokens_per_pos_total{{model_name="m",position="{place}"}}']
+        for place in range(2)
+    ]
+    assert list(map(float, by_place)) == [7, 4]

@@ -86,6 +86,11 @@ def test_a_swap_space_of_less_than_a_block_is_refused():
         memory_budget(SPEC, SIZE.bytes, tuple(SIZE.formats), EngineConfig(swap_space=2**-20), 1 << 30)
 
 
+def test_a_swap_space_that_the_disk_has_no_room_for_is_refused_with_the_figures(console, checkpoint):
+    assert app.run(["plan", str(checkpoint), "--swap-space", "1000000"], console) == ExitCode.CAPACITY
+    assert "for swapped KV blocks: it needs 977 TiB" in console.stderr.getvalue()
+
+
 def test_what_is_not_kept_stands_below_the_weights(console, budget):
     size = PackedSize(SIZE.bytes, SIZE.formats, ("Q4_K stored as int4g32min: scales rounded to float16",))
     show(console, "m", size, budget)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from llmctl.engine.request import FinishReason, Output, Request
 from llmctl.engine.schedule.limits import SchedulerConfig
+from llmctl.engine.schedule.proposer import Proposer
 from llmctl.engine.schedule.scheduler import Scheduler
 from llmctl.engine.schedule.sequence import mix_seed
 from llmctl.engine.schedule.step import Chunk, ChunkResult, SlotSampling, Step, StepResult
@@ -26,7 +27,8 @@ class FakeModel:
     """Chooses tokens below `vocab`. One history in `bad_every` gives NaN (0: none).
 
     In `repeats` of 8 histories the token before alone decides, so that texts run in circles for a while. One move to or
-    from tier 2 in `lost_every` goes wrong, and the disk has room for `disk` blocks.
+    from tier 2 in `lost_every` goes wrong, and the disk has room for `disk` blocks. A move
+    takes `swap_us`.
     """
 
     vocab: int = 16
@@ -34,6 +36,7 @@ class FakeModel:
     repeats: int = 0
     lost_every: int = 0
     disk: int = 1 << 30
+    swap_us: int = 5
 
     def finite(self, history: int) -> bool:
         return self.bad_every == 0 or hash((history, -7)) % self.bad_every != 0
@@ -126,7 +129,9 @@ class FakeRunner:
         for chunk in step.chunks:  # again: has one chunk written over what another reads?
             self._check_reads(self.slots[chunk.slot], chunk.start + chunk.count)
         chunks = tuple(self._result(chunk) for chunk in step.chunks)
-        return StepResult(step.index, chunks, failed, 5 * len(step.swaps), sum(chunk.count for chunk in step.chunks))
+        return StepResult(
+            step.index, chunks, failed, self.model.swap_us * len(step.swaps), sum(chunk.count for chunk in step.chunks)
+        )
 
     def _swap(self, step: Step) -> tuple[int, ...]:
         failed = []
@@ -260,9 +265,11 @@ class Received:
 class Loop:
     """Scheduler and fake runner joined, with `depth` steps in flight. `on_step` sees each Step."""
 
-    def __init__(self, config: SchedulerConfig, model: FakeModel | None = None) -> None:
+    def __init__(
+        self, config: SchedulerConfig, model: FakeModel | None = None, proposer: Proposer | None = None
+    ) -> None:
         self.config = config
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, proposer)
         self.runner = FakeRunner(config, model)
         self.results: list[StepResult] = []
         self.steps: list[Step] = []

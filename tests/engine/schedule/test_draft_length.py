@@ -17,24 +17,24 @@ def test_the_best_length_gives_the_most_tokens_in_a_time():
 
 
 def test_guesses_that_cost_nothing_double_while_all_stand():
-    pace, lengths = DraftLength(8, 0.0), []
+    draft, lengths = DraftLength(8, 0.0), []
     for _ in range(4):
-        lengths.append(pace.allowed)
-        pace.learn(pace.allowed, pace.allowed)
+        lengths.append(draft.allowed)
+        draft.learn(draft.allowed, draft.allowed)
     assert lengths == [2, 4, 8, 8]
 
 
 def drafts_of(rate: float, cost: float, steps: int = 400) -> list[int]:
     """The lengths of the drafts of a sequence whose guesses stand with this chance, 0 for steps without."""
-    pace, rng, lengths = DraftLength(6, cost), random.Random(3), []
+    draft, rng, lengths = DraftLength(6, cost), random.Random(3), []
     for _ in range(steps):
-        length = pace.allowed
+        length = draft.allowed
         lengths.append(length)
         if not length:
-            pace.rest()
+            draft.rest()
             continue
         accepted = next((place for place in range(length) if rng.random() >= rate), length)
-        pace.learn(length, accepted)
+        draft.learn(length, accepted)
     return lengths
 
 
@@ -50,18 +50,27 @@ def test_guesses_that_rarely_stand_are_tried_ever_less_though_some_stand():
     assert 0 < sum(map(bool, late)) <= 3 * len(late) / MAX_PAUSE
 
 
+def test_guesses_that_cost_nothing_and_rarely_stand_are_left_alone_too():
+    late = drafts_of(0.06, 0.0, 2000)[1000:]
+    assert 0 < sum(map(bool, late)) < 0.25 * len(late)
+
+
+def test_guesses_of_which_half_stand_are_kept_up_though_some_drafts_fail():
+    assert sum(map(bool, drafts_of(0.5, 0.1))) > 0.9 * 400
+
+
 def test_guesses_that_become_good_are_found_out():
-    pace = DraftLength(6, 0.3)
+    draft = DraftLength(6, 0.3)
     for _ in range(100):
-        if pace.allowed:
-            pace.learn(pace.allowed, 0)
+        if draft.allowed:
+            draft.learn(draft.allowed, 0)
         else:
-            pace.rest()
+            draft.rest()
     tries = []
     for _ in range(100):
-        tries.append(pace.allowed)
-        if pace.allowed:
-            pace.learn(pace.allowed, pace.allowed)
+        tries.append(draft.allowed)
+        if draft.allowed:
+            draft.learn(draft.allowed, draft.allowed)
         else:
-            pace.rest()
+            draft.rest()
     assert tries[-1] == 6

@@ -1,6 +1,7 @@
 """What users see of scheduling, in virtual seconds: pauses, latencies, order, shares, waiting."""
 
 import random
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from llmctl.engine.config import POLICIES
 from llmctl.engine.request import FinishReason
 from llmctl.engine.schedule.pace import PaceConfig
+from llmctl.engine.schedule.sequence import Phase
 
 from .builders import config, request
 from .virtual import Cost, Simulation
@@ -246,3 +248,62 @@ def test_time_in_the_scheduler_is_told_beside_that_of_the_steps():
     simulation.run()
     stats = simulation.engine.stats()
     assert (stats.scheduler_s, stats.step_s) == (4 * 2.0, 4 * 4.0)
+
+
+LEGAL = {
+    Phase.WAITING: {Phase.RUNNING, Phase.FINISHED},
+    Phase.RUNNING: {Phase.PREEMPTED, Phase.FINISHED},
+    Phase.PREEMPTED: {Phase.RUNNING, Phase.FINISHED},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_request_leaves_a_legal_and_complete_trace_of_its_states(policy):
+    """Under memory for a third of the load, with aborts, samples, priorities and limits to waiting."""
+    random_ = random.Random(6)
+    simulation = Simulation(limits(num_blocks=32, max_num_seqs=12, max_model_len=500, policy=policy))
+    asked = {}
+    for number in range(60):
+        each = request(
+            f"{number}", range(random_.randrange(1, 60)), max_tokens=random_.randrange(1, 250),
+            n=random_.choice((1, 1, 3)), priority=random_.randrange(3), tenant=random_.choice("ab"),
+        )  # fmt: skip
+        asked[each.id] = with_wait(each, random_.choice((None, None, 0.3)))
+        simulation.add(asked[each.id])
+        simulation.step()
+        if random_.random() < 0.2:
+            simulation.engine.abort(random_.choice(list(asked)))
+    while simulation.engine.has_work:
+        unfinished = [state for state in simulation.engine.states() if state.finish is None]
+        for state in unfinished:
+            assert (state.phase is Phase.RUNNING) == (state.doing is not None) == (state.slot >= 0 and state.blocks > 0)
+        simulation.step()
+    ended = simulation.engine.states()
+    assert sorted((state.request_id, state.index) for state in ended) == sorted(
+        (name, index) for name, each in asked.items() for index in range(each.sampling.n)
+    )
+    for state in ended:
+        phases = [change.phase for change in state.trace]
+        steps = [change.step for change in state.trace]
+        assert phases[0] is Phase.WAITING and phases[-1] is Phase.FINISHED is state.phase and steps == sorted(steps)
+        assert all(after in LEGAL[before] for before, after in pairwise(phases))
+        if state.finish in (FinishReason.STOP, FinishReason.LENGTH):
+            assert Phase.RUNNING in phases and state.generated_tokens == asked[state.request_id].max_tokens
+        if state.finish is FinishReason.OVERDUE:
+            assert phases == [Phase.WAITING, Phase.FINISHED]
+    finishes = {state.finish for state in ended}
+    assert finishes == {FinishReason.LENGTH, FinishReason.ABORT, FinishReason.OVERDUE}
+    assert any(Phase.PREEMPTED in (change.phase for change in state.trace) for state in ended)
+
+
+def test_what_a_running_request_is_doing_is_told_apart():
+    simulation = Simulation(limits(max_num_batched_tokens=32, enable_prefix_caching=True))
+    simulation.add(request("a", range(60), max_tokens=3))
+    seen = []
+    for each in ("a", "b"):
+        while simulation.engine.has_work:
+            simulation.step()
+            seen += [(each, str(state.doing)) for state in simulation.engine.states() if state.finish is None]
+        if each == "a":
+            simulation.add(request("b", range(200), max_tokens=2))
+    assert list(dict.fromkeys(seen)) == [("a", "prefill"), ("a", "decode"), ("b", "extend"), ("b", "decode")]

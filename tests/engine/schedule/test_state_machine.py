@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from llmctl.engine.config import POLICIES, SpeculativeConfig
 from llmctl.engine.request import FinishReason
+from llmctl.engine.schedule.pace import PaceConfig
 from llmctl.kernels.errors import CapacityError
 
 from .builders import check_invariants, config, request
@@ -60,6 +61,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode=st.sampled_from(("auto", "swap", "recompute")),
         lost_every=st.sampled_from((0, 0, 4)),
         disk=st.sampled_from((1 << 30, 1 << 30, 2)),
+        swap_us=st.sampled_from((5, 4000, 20_000)),
+        beside=st.sampled_from((0, 0, 1, 3)),
     )
     def begin(
         self,
@@ -79,8 +82,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode,
         lost_every,
         disk,
+        swap_us,
+        beside,
     ):
-        self.model = FakeModel(vocab=12, bad_every=bad_every, repeats=repeats, lost_every=lost_every, disk=disk)
+        self.model = FakeModel(
+            vocab=12, bad_every=bad_every, repeats=repeats, lost_every=lost_every, disk=disk, swap_us=swap_us
+        )
         speculation = SpeculativeConfig(
             method="ngram" if drafts else "none", num_speculative_tokens=max(drafts, 1), prompt_lookup_min=1
         )
@@ -99,6 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 speculation=speculation,
                 tier_blocks=tier if caching else 0,
                 preemption_mode=mode,
+                pace=PaceConfig(tokens=beside) if beside else None,
                 epoch=3,
             ),
             self.model,
@@ -106,6 +114,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.limit = min(40, num_blocks * block_size)
         self.requests = {}
         self.aborted = set()
+        self.expired = set()
         self.count = 0
 
     @rule(
@@ -146,6 +155,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         chosen = data.draw(st.sampled_from(sorted(self.requests)))
         self.aborted.add(chosen)
         self.loop.abort(chosen)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), due=st.integers(0, 9))
+    def hurry(self, data, due):
+        self.loop.scheduler.hurry(data.draw(st.sampled_from(sorted(self.requests))), float(due))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def expire(self, data):
+        chosen = data.draw(st.sampled_from(sorted(self.requests)))
+        outputs = self.loop.scheduler.expire(chosen, "too late")
+        self.loop.take(outputs)
+        if outputs:
+            assert len(outputs) == self.requests[chosen].sampling.n
+            self.expired.add(chosen)
 
     @rule()
     def launch(self):
@@ -190,7 +214,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             for index in range(asked.sampling.n):
                 got = received[asked.id, index]
                 tokens, finish = calm_run(asked, index, self.limit, self.model)
-                if got.finish is FinishReason.ABORT:
+                if asked.id in self.expired:
+                    assert (got.tokens, got.finish, got.error) == ([], FinishReason.OVERDUE, "too late")
+                elif got.finish is FinishReason.ABORT:
                     assert asked.id in self.aborted
                     assert got.tokens == tokens[: len(got.tokens)]
                 else:

@@ -102,7 +102,7 @@ def test_what_is_computed_again_takes_the_place_of_its_copy():
     run_one(loop, "b", B)
     loop.add(request("first", A, max_tokens=1))
     (seq,) = loop.scheduler._roster.requests["first"]
-    seq.woken = True  # as if tier 2 had been asked in vain
+    seq.woken = 99  # as if tier 2 had been asked in vain
     loop.run()
     check_invariants(loop.scheduler)
     stats = loop.scheduler.stats()
@@ -194,6 +194,22 @@ def test_auto_takes_what_is_cheaper_by_the_last_measures():
         cost.learn(swap_us=20_000, moves=1, compute_us=0, tokens=0)
     assert not cost.swap_is_cheaper  # the disk has become slow
     assert SwapCost("swap", 32).swap_is_cheaper and not SwapCost("recompute", 32).swap_is_cheaper
+
+
+def test_reads_are_cut_so_that_no_step_takes_long_for_them():
+    cost = SwapCost("auto", block_size=32)
+    cost.learn(swap_us=4000, moves=4, compute_us=0, tokens=0)
+    assert cost.blocks_at_once == 10
+    cost.learn(swap_us=10_000_000, moves=1, compute_us=0, tokens=0)
+    assert cost.blocks_at_once == 1
+    loop = Loop(config(num_blocks=64, block_size=2, max_model_len=128, tier_blocks=80))
+    run_one(loop, "a", range(1000, 1120))
+    run_one(loop, "b", range(2000, 2120))
+    first = len(loop.steps)
+    loop.scheduler._memory._cost._block_us = 2000.0  # 5 blocks in 10 ms
+    assert run_one(loop, "again", range(1000, 1120)).cached_tokens == 119
+    reads = [sum(not swap.out for swap in step.swaps) for step in loop.steps[first:]]
+    assert reads[0] == 5 and sum(reads) > 50 and len(reads) > 3, reads
 
 
 def test_illegal_moves_raise():
