@@ -40,6 +40,7 @@ class Kv:
         head_dim: int,
         table: int,
         max_blocks: int,
+        scales: int,
     ) -> None: ...
 
 class Op:
@@ -74,6 +75,8 @@ def rope_store(
     num_heads: int,
     q_scale: float,
     kv: Kv,
+    steer_order: int,
+    steer_follow: int,
     owner: object,
 ) -> Op: ...
 def attend(

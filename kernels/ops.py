@@ -195,13 +195,40 @@ def make_rows(width: int, max_rows: int) -> F32Array:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class KeySteering:
+    """How errors of rounding K to 8 bits are steered to where queries do not look.
+
+    Pairs of dimensions (d, d + head_dim / 2), as the rotation has them, are rounded one after another. The error of
+    each, stored minus true and turned back by the row's rotation, is taken on by the pairs behind it: before these are
+    rounded, they are lowered by `follow` times it, turned by the row's rotation. What is stored are values of the
+    format as ever; readers need not know. A key with NaN, or in int8 1e18 or more, is rounded as without steering.
+
+    order   int32 [kv_heads, head_dim / 2]: d of each pair, in the order in which they are rounded
+    follow  float32 [kv_heads, head_dim / 2, 4, steering_width(head_dim)]: for the pair at place i the row
+            2 * target + source (0 for d, 1 for d + head_dim / 2) has at j > i what an error in its source half lowers
+            the target half of the pair at place j by; elsewhere 0
+    """
+
+    order: I32Array
+    follow: F32Array
+
+
+def steering_width(head_dim: int) -> int:
+    """Floats of a row of `KeySteering.follow`: pairs of a head, rounded up to whole vectors."""
+    return -(-(head_dim // 2) // 8) * 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class KVLayer:
     """One layer's part of a paged KV arena.
 
     A block is one contiguous run of `block_stride` bytes and holds, for each layer of the group and each KV head,
     K transposed [head_dim][block_size], then V [block_size][head_dim], each followed by its scales [block_size] if the
     format has any. The layer's part begins `layer_offset` bytes into the block. Kernels read K and V only from here,
-    as stored, also those of the chunk being computed.
+    as stored, also those of the chunk being computed. `steering` is for the store of an 8-bit format.
+
+    scales  float32 [2, kv_heads], for fp8: K and V are divided by these before they are stored, queries and what
+            attention gives multiplied; None: by 1
     """
 
     arena: U8Array
@@ -212,6 +239,8 @@ class KVLayer:
     head_dim: int
     format: KVFormat
     group: int  # index into Batch.tables
+    steering: KeySteering | None = None
+    scales: F32Array | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -310,6 +339,39 @@ class AttendArgs:
     act: Act
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentArgs:
+    """Multi-head latent attention (DeepSeek-V2, 2024): all heads share what is stored of a token.
+
+    That is one row of `kv`, whose head_dim is rank + rope_dim: a latent of `rank` values, then a rotated key. The rows
+    of a block are [block_size][head_dim], in a float format, with one KV head and no second half for values.
+
+    q       [rows, num_heads * (nope_dim + rope_dim)], latent [rows, rank + rope_dim], as linears gave them
+    kv_norm RMS norm of the latent before it is stored
+    up      [num_heads * (nope_dim + value_dim), rank]: from a latent to each head's key (without its rotated part) and
+            value. It is not applied to what is stored but, by head, to the query before and to the result after
+    Rotation pairs dimensions 2i and 2i + 1 if `interleaved`, else i and i + rope_dim / 2; cos and sin as in
+    RopeStoreArgs.
+    act.values[row, h * value_dim :] = softmax(q . K * q_scale) V over positions 0 .. p, and act's forms.
+    """
+
+    batch: Batch
+    q: F32Array
+    latent: F32Array
+    kv_norm: F32Array
+    norm_eps: float
+    up: PackedWeight
+    cos: F32Array
+    sin: F32Array
+    interleaved: bool
+    num_heads: int
+    nope_dim: int
+    value_dim: int
+    q_scale: float
+    kv: KVLayer
+    act: Act
+
+
 ATTEND_SPLIT = 128
 
 
@@ -326,7 +388,10 @@ class ActMulArgs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVCopyArgs:
-    """`copy(source, target, tokens)`: the first `tokens` positions of one block to another, in all of its layers."""
+    """`copy(source, target, tokens)`: the first `tokens` positions of one block to another, in layers side by side.
+
+    The first of them begins `layer_offset` bytes into the block.
+    """
 
     arena: U8Array
     block_stride: int
@@ -335,6 +400,7 @@ class KVCopyArgs:
     num_kv_heads: int
     head_dim: int
     format: KVFormat
+    layer_offset: int = 0
 
 
 # One record per logits row. Addresses point at arrays that the caller keeps alive.

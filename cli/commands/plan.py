@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import typer
 
 from ...engine.config import EngineConfig, environment
@@ -15,8 +16,10 @@ from ..console import Console
 from ..options import Json, MemoryOptions
 
 if TYPE_CHECKING:
-    from ...engine.budget import MemoryBudget
+    from ...engine.budget import DraftShare, MemoryBudget, ModelSize
+    from ...engine.kv_groups import KVGroup
     from ...engine.load.hub import Source
+    from ...engine.load.progress import Progress
     from ...engine.models.arch import DecoderSpec
     from ...quant.formats.stored import StoredTensor
 
@@ -38,37 +41,69 @@ def plan(context: typer.Context, config: MemoryOptions, json: Json = False) -> N
     Only headers are read; a model that is not on this machine is fetched first.
     """
     from ...engine.budget import memory_budget
-    from ...engine.load.hub import resolve
-    from ...engine.load.model import why_transformers
+    from ...engine.load.disk import check_swap_room
     from ...kernels.device import read_machine
 
     console: Console = context.obj
     with console.progress() as progress:
-        source = resolve(config.model, environment=environment(), progress=progress)
-    why = why_transformers(source, config.model_impl)
-    spec, size = outline_of_modules(source, why, config) if why else outline(source, config)
-    budget = memory_budget(spec, size.bytes, tuple(size.formats), config, read_machine().memory_available)
+        source, draft = sources(config, progress)
+    spec, size = described(source, config)
+    beside = None if draft is None else model_size(draft, config)
+    budget = memory_budget(spec, size.bytes, tuple(size.formats), config, read_machine().memory_available, beside)
+    if budget.tier_blocks:
+        check_swap_room(environment().cache, budget.tier_bytes)
     if json:
         console.json(as_json(source.name, size, budget))
     else:
         show(console, source.name, size, budget)
 
 
+def sources(config: EngineConfig, progress: Progress) -> tuple[Source, Source | None]:
+    """Where the model is, and its draft model if it has one."""
+    from ...engine.load.hub import resolve
+
+    settings, speculation = environment(), config.speculative_config
+    source = resolve(config.model, environment=settings, progress=progress)
+    if speculation.method != "draft_model":
+        return source, None
+    return source, resolve(speculation.model, environment=settings, progress=progress)
+
+
+def described(source: Source, config: EngineConfig) -> tuple[DecoderSpec, PackedSize]:
+    """What the engine would make of the model."""
+    from ...engine.load.model import why_transformers
+
+    why = why_transformers(source, config.model_impl)
+    return outline_of_modules(source, why, config) if why else outline(source, config)
+
+
+def model_size(draft: Source, config: EngineConfig) -> ModelSize:
+    """What the engine would make of the draft model."""
+    from ...engine.budget import ModelSize
+
+    spec, size = described(draft, msgspec.structs.replace(config, rope_scaling=None))
+    return ModelSize(spec, size.bytes, tuple(size.formats))
+
+
 def outline(source: Source, config: EngineConfig) -> tuple[DecoderSpec, PackedSize]:
     """What our decoder would be made of."""
     from ...engine.load.checkpoint import open_checkpoint
     from ...engine.load.convert import roundings
+    from ...engine.models.rope_config import overridden
 
     checkpoint = open_checkpoint(source)
     tensors = checkpoint.tensors.values()
     size = packed_size(tensors, config.dtype)
-    return checkpoint.spec, dataclasses.replace(size, roundings=roundings(tensors, config.dtype))
+    spec = checkpoint.spec if config.rope_scaling is None else overridden(checkpoint.spec, config.rope_scaling)
+    return spec, dataclasses.replace(size, roundings=roundings(tensors, config.dtype))
 
 
 def outline_of_modules(source: Source, why: str, config: EngineConfig) -> tuple[DecoderSpec, PackedSize]:
     """What transformers' modules would be made of."""
+    from ...engine.load.model import check_rope_scaling
     from ...engine.load.transformers_model import describe_transformers
 
+    check_rope_scaling(source, why, config.rope_scaling)
     found = describe_transformers(source, why, config.dtype)
     return found.spec, PackedSize(found.weight_bytes, {found.weight_format: found.num_packed})
 
@@ -99,40 +134,95 @@ def as_json(model: str, size: PackedSize, budget: MemoryBudget) -> dict[str, obj
         "reserve_bytes": budget.reserve,
         "total_bytes": budget.total,
         "kv_format": budget.kv_format,
+        "kv_formats": list(budget.kv_formats),
         "kv_bytes_per_token": budget.kv_bytes_per_token,
         "block_size": budget.block_size,
         "bytes_per_block": budget.bytes_per_block,
         "num_blocks": budget.num_blocks,
+        "kv_groups": [
+            {
+                "window": group.window,
+                "layers": len(group.layers),
+                "num_blocks": group.num_blocks,
+                "bytes_per_token": group.bytes_per_token,
+            }
+            for group in budget.groups
+        ],
+        "swap_blocks": budget.tier_blocks,
+        "swap_bytes": budget.tier_bytes,
         "max_model_len": budget.max_model_len,
+        "draft": None if budget.draft is None else draft_json(budget.draft),
         "sequences": {str(length): budget.sequences(length) for length in lengths(budget)},
+        "sequence_bytes": {str(length): budget.sequence_bytes(length) for length in lengths(budget)},
+    }
+
+
+def draft_json(draft: DraftShare) -> dict[str, object]:
+    """What of the plan's bytes is the draft model's."""
+    return {
+        "weight_bytes": draft.weights,
+        "workspace_bytes": draft.workspace,
+        "kv_format": draft.kv_format,
+        "kv_bytes_per_token": draft.kv_bytes_per_token,
     }
 
 
 def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget) -> None:
     """Print the plan as tables."""
-    from ...engine.budget import format_bytes
+    from ...engine.sizes import format_bytes
 
     formats = ", ".join(f"{count} {name}" for name, count in size.formats.items())
-    pool = (
-        f"{budget.num_blocks} blocks of {budget.block_size} tokens in {budget.kv_format}, "
-        f"{format_bytes(budget.kv_bytes_per_token)} per token"
-    )
+    pools = [
+        f"{group.num_blocks} blocks of {budget.block_size} tokens in {formats_of(group, budget)}, "
+        f"{format_bytes(group.bytes_per_token)} per token{part_of(group, budget)}"
+        for group in budget.groups
+        if group.layers
+    ]
+    swap = f"swap space: {budget.tier_blocks} more blocks, {budget.tier_blocks * budget.block_size} tokens"
     console.table(
         ["memory", ">size", ""],
         [
             ["weights", format_bytes(budget.weights), formats],
             *(["", "", rounding] for rounding in size.roundings),
-            ["KV cache", format_bytes(budget.kv_bytes), pool],
+            ["KV cache", format_bytes(budget.kv_bytes), pools[0]],
+            *(["", "", pool] for pool in pools[1:]),
             ["workspace", format_bytes(budget.workspace), "activations, logits and tables"],
+            *([] if budget.draft is None else [draft_row(budget.draft)]),
             ["together", format_bytes(budget.total), ""],
+            *([["on disk", format_bytes(budget.tier_bytes), swap]] if budget.tier_blocks else []),
             ["available", format_bytes(budget.available), f"of which {format_bytes(budget.reserve)} stay in reserve"],
         ],
         title=model,
     )
     console.table(
-        [">tokens per sequence", ">sequences at once"],
-        [[str(length), str(budget.sequences(length))] for length in lengths(budget)],
+        [">tokens per sequence", ">its KV cache", ">sequences at once"],
+        [
+            [str(length), format_bytes(budget.sequence_bytes(length)), str(budget.sequences(length))]
+            for length in lengths(budget)
+        ],
     )
+
+
+def formats_of(group: KVGroup, budget: MemoryBudget) -> str:
+    """How the group's layers are stored, with how many are in another format than most."""
+    others = [budget.kv_formats[layer] for layer in group.layers if budget.kv_formats[layer] != budget.kv_format]
+    return budget.kv_format + (f" ({len(others)} layers in {others[0]})" if others else "")
+
+
+def part_of(group: KVGroup, budget: MemoryBudget) -> str:
+    """Which layers the group is of, where it is not of all."""
+    if len(budget.groups) == 1:
+        return ""
+    kept = f"the last {group.window}" if group.window else "all"
+    return f": {len(group.layers)} layers that keep {kept}"
+
+
+def draft_row(draft: DraftShare) -> list[str]:
+    """The draft model's part of the rows above, in one line."""
+    from ...engine.sizes import format_bytes
+
+    kv = f"{format_bytes(draft.kv_bytes_per_token)} per token of KV cache in {draft.kv_format}"
+    return ["of which draft", format_bytes(draft.weights + draft.workspace), f"weights and workspace; besides, {kv}"]
 
 
 def lengths(budget: MemoryBudget) -> list[int]:

@@ -156,13 +156,13 @@ KvKind kv_kind(const std::string& kind) {
 }
 
 Kv make_kv(const std::string& kind, Address arena, long block_stride, long layer_offset, int block_size,
-           int num_kv_heads, int head_dim, Address table, long max_blocks) {
+           int num_kv_heads, int head_dim, Address table, long max_blocks, Address scales) {
   require(head_dim > 0 && head_dim % 8 == 0 && head_dim <= kMaxHeadDim,
           "head_dim " + text(head_dim) + " is not a multiple of 8 up to " + text(kMaxHeadDim));
   require(block_size > 0 && block_size % 8 == 0, "block size " + text(block_size) + " is not a multiple of 8");
   require(num_kv_heads > 0, text(num_kv_heads) + " KV heads");
   Kv kv{kv_kind(kind), at<uint8_t>(arena), block_stride, layer_offset, block_size, num_kv_heads, head_dim,
-        at<const int32_t>(table), max_blocks};
+        at<const int32_t>(table), max_blocks, at<const float>(scales)};
   const long layer_bytes = 2 * kv.half_bytes() * num_kv_heads;
   require(layer_offset >= 0 && layer_offset + layer_bytes <= block_stride,
           "layer at byte " + text(layer_offset) + " with " + text(layer_bytes) + " bytes leaves a block of " +
@@ -230,7 +230,7 @@ std::shared_ptr<Op> linear(const Batch& batch, const Act& act, const Weight& wei
 
 std::shared_ptr<Op> rope_store(const Batch& batch, const Rows& q, const Rows& k, const Rows& v, Address q_norm,
                                Address k_norm, float norm_eps, Address cos, Address sin, int num_heads, float q_scale,
-                               const Kv& kv, nb::handle) {
+                               const Kv& kv, Address steer_order, Address steer_follow, nb::handle) {
   require_heads(num_heads, kv);
   require_width("query", q, static_cast<long>(num_heads) * kv.head_dim);
   require_width("key", k, static_cast<long>(kv.num_kv_heads) * kv.head_dim);
@@ -246,7 +246,8 @@ std::shared_ptr<Op> rope_store(const Batch& batch, const Rows& q, const Rows& k,
                            at<const float>(sin),
                            num_heads,
                            q_scale,
-                           kv};
+                           kv,
+                           {at<const int32_t>(steer_order), at<const float>(steer_follow)}};
   return make_op(std::make_unique<RopeStoreStage>(*chosen(), args));
 }
 
@@ -358,12 +359,12 @@ NB_MODULE(_cpu, m) {
   nb::class_<Kv>(m, "Kv").def(
       "__init__",
       [](Kv* self, const std::string& kind, Address arena, long block_stride, long layer_offset, int block_size,
-         int num_kv_heads, int head_dim, Address table, long max_blocks) {
-        new (self)
-            Kv(make_kv(kind, arena, block_stride, layer_offset, block_size, num_kv_heads, head_dim, table, max_blocks));
+         int num_kv_heads, int head_dim, Address table, long max_blocks, Address scales) {
+        new (self) Kv(make_kv(kind, arena, block_stride, layer_offset, block_size, num_kv_heads, head_dim, table,
+                              max_blocks, scales));
       },
       "kind"_a, "arena"_a, "block_stride"_a, "layer_offset"_a, "block_size"_a, "num_kv_heads"_a, "head_dim"_a,
-      "table"_a, "max_blocks"_a);
+      "table"_a, "max_blocks"_a, "scales"_a);
 
   // An op keeps its last argument alive: the record whose arrays its addresses point into.
   nb::class_<Op>(m, "Op").def("run", &Op::run, Released());
@@ -375,7 +376,8 @@ NB_MODULE(_cpu, m) {
   m.def("linear", &linear, "batch"_a, "act"_a, "weight"_a, "order"_a, "bias"_a, "out"_a, "add"_a, "logit_rows_only"_a,
         "owner"_a, nb::keep_alive<0, 9>());
   m.def("rope_store", &rope_store, "batch"_a, "q"_a, "k"_a, "v"_a, "q_norm"_a, "k_norm"_a, "norm_eps"_a, "cos"_a,
-        "sin"_a, "num_heads"_a, "q_scale"_a, "kv"_a, "owner"_a, nb::keep_alive<0, 13>());
+        "sin"_a, "num_heads"_a, "q_scale"_a, "kv"_a, "steer_order"_a, "steer_follow"_a, "owner"_a,
+        nb::keep_alive<0, 15>());
   m.def("attend", &attend, "batch"_a, "q"_a, "num_heads"_a, "kv"_a, "window"_a, "max_positions"_a, "act"_a, "owner"_a,
         nb::keep_alive<0, 8>());
   m.def("act_mul", &act_mul, "batch"_a, "gate"_a, "up"_a, "activation"_a, "act"_a, "owner"_a, nb::keep_alive<0, 6>());

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..formats import KVFormat
+from ..formats import FP8_LARGEST, KVFormat
 from ..ops import AnyArray, KVLayer, U8Array
 
 _STORED: dict[str, type[np.generic]] = {
     "f32": np.float32, "f16": np.float16, "bf16": np.uint16, "fp8_e4m3": np.uint8, "fp8_e5m2": np.uint8, "int8": np.int8
 }  # fmt: skip
 _TORCH = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-_FP8_MAX = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 _SMALLEST = 1e-30  # as absmax: a scale is never 0
 _F32_MAX = float(np.finfo(np.float32).max)
 
@@ -46,27 +45,30 @@ class HeadView:
             v = v * _pick(self.value_scales, table).reshape(-1, 1)
         return k, v
 
-    def write(self, block: int, inside: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store K and V, float32 [head_dim] each, of position `inside` of the block."""
+    def write(self, block: int, inside: int, k: torch.Tensor, v: torch.Tensor, near_k: torch.Tensor) -> None:
+        """Store K and V, float32 [head_dim] each, of position `inside` of the block.
+
+        An 8-bit format has the values `near_k` in place of K, with the scale of K.
+        """
         if self.format.bytes_per_value > 1:
             self.keys[block, :, inside] = k.to(self.keys.dtype)
             self.values[block, inside, :] = v.to(self.values.dtype)
             return
         broken = bool(k.isnan().any() or v.isnan().any())
-        k, v = (x.where(~x.isnan(), 0.0) for x in (k, v))
+        k, v, near_k = (x.where(~x.isnan(), 0.0) for x in (k, v, near_k))
         if self.key_scales is not None and self.value_scales is not None:
-            for x, codes, scales in (
-                (k, self.keys[block, :, inside], self.key_scales),
-                (v, self.values[block, inside], self.value_scales),
+            for x, near, codes, scales in (
+                (k, near_k, self.keys[block, :, inside], self.key_scales),
+                (v, v, self.values[block, inside], self.value_scales),
             ):
-                scale = _bfloat16_above(x.abs().max().clamp(_SMALLEST, _F32_MAX) / 127)
-                codes.copy_(torch.round(x / scale.float()).clamp(-127, 127).to(torch.int8))
-                scales[block, inside] = scale
+                scale = token_scale(x)
+                codes.copy_(torch.round(near / scale).clamp(-127, 127).to(torch.int8))
+                scales[block, inside] = scale.to(torch.bfloat16)
             if broken:
                 self.key_scales[block, inside] = torch.nan
             return
-        limit = _FP8_MAX[self.format.kind]
-        k = k.clamp(-limit, limit)
+        limit = FP8_LARGEST[self.format.kind]
+        k = near_k.clamp(-limit, limit)
         if broken:
             k[0] = torch.nan
         self.keys[block, :, inside] = k.to(self.keys.dtype)
@@ -79,6 +81,30 @@ class HeadView:
         for scales in (self.key_scales, self.value_scales):
             if scales is not None:
                 scales[target, :tokens] = scales[source, :tokens]
+
+
+def key_and_value_scales(kv: KVLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    """The layer's scales of K and of V, float32 [kv_heads] each."""
+    scales = torch.ones(2, kv.num_kv_heads) if kv.scales is None else torch.from_numpy(kv.scales)
+    return scales[0], scales[1]
+
+
+def token_scale(x: torch.Tensor) -> torch.Tensor:
+    """The scale of an int8 K or V, float32 [head_dim] or of many [..., head_dim]: a bfloat16 as float32."""
+    return _bfloat16_above(x.abs().amax(dim=-1).clamp(_SMALLEST, _F32_MAX) / 127).float()
+
+
+def within_range(kind: str, x: torch.Tensor) -> torch.Tensor:
+    """Values without NaN, in fp8 cut off at the largest."""
+    x = x.where(~x.isnan(), 0.0)
+    return x if kind == "int8" else x.clamp(-FP8_LARGEST[kind], FP8_LARGEST[kind])
+
+
+def as_stored(kind: str, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """What values without NaN become in an 8-bit format, as float32; `scale` is theirs if the kind has any."""
+    if kind == "int8":
+        return torch.round(x / scale).clamp(-127, 127) * scale
+    return within_range(kind, x).to(_TORCH[kind]).float()
 
 
 def head_view(kv: KVLayer, head: int) -> HeadView:
@@ -105,6 +131,15 @@ def view_of(
     )
 
 
+def latent_view(kv: KVLayer) -> torch.Tensor:
+    """What is stored of every token in a layer of latents: [blocks, block_size, head_dim], sharing memory."""
+    stride, size = kv.block_stride, kv.block_size * kv.head_dim * kv.format.bytes_per_value
+    blocks = kv.arena[: kv.arena.size // stride * stride].reshape(-1, stride)
+    part = blocks[:, kv.layer_offset : kv.layer_offset + size].view(_STORED[kv.format.kind])
+    assert np.shares_memory(part, kv.arena)
+    return _tensor(part, kv.format.kind).view(-1, kv.block_size, kv.head_dim)
+
+
 def _tensor(values: AnyArray, kind: str) -> torch.Tensor:
     tensor = torch.from_numpy(values)
     return tensor.view(_TORCH[kind]) if kind in _TORCH else tensor
@@ -118,5 +153,5 @@ def _pick(stored: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 def _bfloat16_above(value: torch.Tensor) -> torch.Tensor:
-    """The smallest bfloat16 not below a positive float32 scalar."""
+    """The smallest bfloat16 not below each positive float32."""
     return ((value.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ..ops import ROWS, F32Array, RopeStoreArgs
-from .kv import head_view
+from ..ops import ROWS, F32Array, KeySteering, RopeStoreArgs
+from .kv import as_stored, head_view, key_and_value_scales, token_scale, within_range
 from .norm import rms_norm
+
+_STEER_BELOW = 1e18  # no sum of steering can overflow below it
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +28,11 @@ class RopeStore:
             q.copy_(rms_norm(q, torch.from_numpy(args.q_norm), args.norm_eps))
         if args.k_norm is not None:
             k.copy_(rms_norm(k, torch.from_numpy(args.k_norm), args.norm_eps))
-        q.copy_(self._rotate(q, positions) * args.q_scale)
-        k.copy_(self._rotate(k, positions))
-        self._store(k, v, rows)
+        k_scale, v_scale = key_and_value_scales(args.kv)
+        per_query = k_scale.repeat_interleave(args.num_heads // args.kv.num_kv_heads)
+        q.copy_(self._rotate(q, positions) * (args.q_scale * per_query)[:, None])
+        k.copy_(self._rotate(k, positions) / k_scale[:, None])
+        self._store(k, v if args.kv.scales is None else v * (1 / v_scale)[:, None], rows)
 
     def _heads(self, rows_of: F32Array, rows: int, heads: int) -> torch.Tensor:
         """The rows in use as [rows, heads, head_dim], sharing memory."""
@@ -45,12 +49,43 @@ class RopeStore:
 
     def _store(self, k: torch.Tensor, v: torch.Tensor, rows: int) -> None:
         batch, kv = self.args.batch, self.args.kv
+        near = k
+        if kv.steering is not None and kv.format.bytes_per_value == 1:
+            near = self._steered(k, kv.steering, torch.from_numpy(batch.position[:rows]).long())
         for head in range(kv.num_kv_heads):
             view = head_view(kv, head)
             for row in range(rows):
                 index, inside = divmod(int(batch.position[row]), kv.block_size)
                 block = int(batch.tables[kv.group][batch.slot[row], index])
-                view.write(block, inside, k[row, head], v[row, head])
+                view.write(block, inside, k[row, head], v[row, head], near[row, head])
+
+    def _steered(self, k: torch.Tensor, steering: KeySteering, positions: torch.Tensor) -> torch.Tensor:
+        """K as it is to be stored, values of the format where it is steered; in float32, operation by operation."""
+        kind, half, steered = self.args.kv.format.kind, self.args.kv.head_dim // 2, k.clone()
+        shape = len(k), half
+        turns = (
+            (torch.ones(shape), torch.zeros(shape))
+            if self.args.cos is None or self.args.sin is None
+            else (torch.from_numpy(self.args.cos)[positions], torch.from_numpy(self.args.sin)[positions])
+        )
+        for head in range(self.args.kv.num_kv_heads):
+            key = within_range(kind, k[:, head])
+            scale = token_scale(key)
+            made_good = torch.zeros(2, half, len(key))  # of each pair, turned back: what earlier errors want
+            for place, d in enumerate(steering.order[head].tolist()):
+                cos, sin = (turn[:, d] for turn in turns)
+                a, b = key[:, d], key[:, d + half]
+                first, second = made_good[:, place]
+                stored_a = as_stored(kind, a - (first * cos - second * sin), scale)
+                stored_b = as_stored(kind, b - (second * cos + first * sin), scale)
+                steered[:, head, d], steered[:, head, d + half] = stored_a, stored_b
+                off_a, off_b = stored_a - a, stored_b - b
+                off = off_a * cos + off_b * sin, off_b * cos - off_a * sin
+                rows = torch.from_numpy(steering.follow[head, place, :, :half])[:, :, None]
+                for target in (0, 1):
+                    made_good[target] += off[0] * rows[2 * target] + off[1] * rows[2 * target + 1]
+        fine = ~k.isnan().any(dim=2) & (k.abs().amax(dim=2) < _STEER_BELOW if kind == "int8" else True)
+        return torch.where(fine[:, :, None], steered, k)
 
 
 def build(args: RopeStoreArgs) -> RopeStore:

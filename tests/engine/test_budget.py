@@ -5,9 +5,10 @@ import re
 import msgspec
 import pytest
 
-from llmctl.engine.budget import blocks_for, choose_kv_format, format_bytes, kv_bytes_per_token, memory_budget
+from llmctl.engine.budget import blocks_for, choose_kv_format, kv_bytes_per_token, memory_budget
 from llmctl.engine.config import EngineConfig
 from llmctl.engine.models.arch import DecoderSpec, RopeSpec
+from llmctl.engine.sizes import format_bytes
 from llmctl.kernels.errors import CapacityError, UsageError
 from llmctl.kernels.formats import KVFormat
 
@@ -160,6 +161,29 @@ def test_cache_format_follows_the_option_then_the_weights(options, formats, kind
     assert budget(formats=formats, **options).kv_format == kind
 
 
+def test_skipped_layers_keep_the_full_format_and_are_counted_so():
+    found = budget(kv_cache_dtype="int8", kv_cache_dtype_skip_layers=("0", "29", "29"))
+    assert found.kv_formats == ("f16", *("int8",) * 28, "f16")
+    assert found.kv_bytes_per_token == 2 * 3 * (2 * 128 + 28 * 66)
+    assert found.kv_format == "int8"
+
+
+def test_layers_with_a_window_are_skipped_by_that_name():
+    spec = msgspec.structs.replace(SPEC, windows=(512, 0, 512) * 10)
+    found = budget(spec=spec, formats=("f32",), kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=("sliding_window",))
+    assert found.kv_formats == ("f32", "fp8_e4m3", "f32") * 10
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("30", "layers are 0 to 29"), ("-1", "0 to 29"), ("sliding_window", "none has a window"), ("all", "0 to 29")],
+)
+def test_a_skipped_layer_that_is_not_there_is_refused(name, hint):
+    with pytest.raises(UsageError, match=f"--kv-cache-dtype-skip-layers names `{name}`") as caught:
+        budget(kv_cache_dtype="int8", kv_cache_dtype_skip_layers=("1", name))
+    assert hint in caught.value.hint
+
+
 def test_more_tokens_sequences_or_vocabulary_need_more_workspace():
     workspace = budget().workspace
     assert budget(max_num_batched_tokens=2048).workspace > workspace
@@ -173,3 +197,70 @@ def test_more_tokens_sequences_or_vocabulary_need_more_workspace():
 )
 def test_sizes_read_in_binary_units(count, text):
     assert format_bytes(count) == text
+
+
+GEMMA = msgspec.structs.replace(
+    SPEC, num_layers=18, num_kv_heads=1, head_dim=256, context_length=32768, windows=((512,) * 5 + (0,)) * 3
+)
+
+
+def test_layers_with_a_window_keep_no_more_than_it():
+    found = budget(spec=GEMMA, max_num_seqs=4)
+    full, local = found.groups
+    assert (len(full.layers), len(local.layers), local.window) == (3, 15, 512)
+    per_layer = 2 * 256 * 2
+    assert (full.bytes_per_token, local.bytes_per_token) == (3 * per_layer, 15 * per_layer)
+    assert found.sequence_bytes(256) == 256 * 18 * per_layer
+    assert found.sequence_bytes(32768) == 32768 * 3 * per_layer + (512 // 32 + 3) * 32 * 15 * per_layer
+    assert found.sequence_bytes(32768) < 0.2 * 32768 * 18 * per_layer
+    assert found.kv_bytes == 32 * (full.num_blocks * full.bytes_per_token + local.num_blocks * local.bytes_per_token)
+    assert found.sequences(32768) >= 1
+
+
+def test_all_pools_run_out_at_about_the_same_time():
+    found = budget(spec=GEMMA, available=4 * GIB, max_num_seqs=256)
+    full, local = found.groups
+    typical = 32768 // 4
+    assert full.num_blocks // blocks_for(typical, 32) == pytest.approx(
+        local.num_blocks / local.blocks_of(typical, 32), rel=0.05
+    )
+    room = found.available - found.weights - found.workspace - found.reserve
+    assert 0.99 * room // 4 < found.kv_bytes <= room // 4
+
+
+def test_short_sequences_or_who_asks_for_it_have_one_group():
+    assert len(budget(spec=GEMMA, max_model_len=512).groups) == 1
+    whole = memory_budget(GEMMA, MIB, ("int4g32",), EngineConfig(), 64 * GIB, split_windows=False)
+    assert len(whole.groups) == 1 and whole.groups[0].layers == tuple(range(18))
+
+
+def test_a_model_of_windows_alone_counts_blocks_that_take_no_memory():
+    spec = msgspec.structs.replace(GEMMA, windows=(4096,) * 18)
+    found = budget(spec=spec, max_num_seqs=2)
+    full, local = found.groups
+    assert full.layers == () and full.bytes_per_token == 0 and full.num_blocks == 2 * 1024
+    assert local.num_blocks == 2 * (4096 // 32 + 3) + 512 // 32
+    assert found.sequences(32768) == 2
+    with pytest.raises(CapacityError, match="one sequence of 32768 tokens needs 82.7 MiB"):
+        budget(spec=spec, available=500 * MIB)
+
+
+def test_what_does_not_fit_is_shown_as_a_plan_that_adds_up():
+    with pytest.raises(CapacityError) as caught:
+        budget(available=550 * MIB)
+    sizes = {}
+    for line in caught.value.message.splitlines()[1:]:
+        name, value, unit = re.match(r"  ([\w ]+?)  +([\d.]+) (\w+)", line).groups()
+        sizes[name] = float(value) * {"KiB": 1 / 1024, "MiB": 1}[unit]
+    assert list(sizes) == ["weights", "workspace", "KV cache", "reserve", "together", "available"]
+    assert sizes["together"] == pytest.approx(sum(list(sizes.values())[:4]), rel=0.01)
+    assert sizes["available"] == 550 and "less" in caught.value.message.splitlines()[-1]
+
+
+def test_a_share_of_the_memory_that_is_too_small_proposes_the_smallest_that_fits():
+    with pytest.raises(CapacityError, match="reserve .* what `--gpu-memory-utilization 0.02` leaves") as caught:
+        budget(gpu_memory_utilization=0.02)
+    share = float(re.search(r"--gpu-memory-utilization ([\d.]+)`", caught.value.hint)[1])
+    assert budget(gpu_memory_utilization=share).sequences(8192) >= 1
+    with pytest.raises(CapacityError):
+        budget(gpu_memory_utilization=share - 0.01)

@@ -9,6 +9,7 @@ import pytest
 
 from llmctl.engine.request import FinishReason, Request, SamplingParams
 from llmctl.engine.schedule.beam_search import BeamSearch
+from llmctl.engine.schedule.windows import WindowLimit
 from llmctl.kernels.errors import CapacityError
 
 from .builders import check_invariants, config, request
@@ -104,10 +105,17 @@ def company(width: int = 3) -> list[Request]:
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(
-    ("blocks", "seqs", "budget"), [(200, 8, 64), (200, 3, 64), (200, 4, 5), (26, 8, 64), (20, 7, 9), (18, 3, 3)]
-)
-def test_beams_give_the_same_in_any_company_and_leave_nothing_behind(caching, depth, blocks, seqs, budget):
-    loop = Loop(config(blocks, 4, seqs, budget, max_model_len=64, enable_prefix_caching=caching, depth=depth), MODEL)
+    ("blocks", "seqs", "budget", "windows"),
+    [
+        (200, 8, 64, ()), (200, 3, 64, ()), (200, 4, 5, ()), (26, 8, 64, ()), (20, 7, 9, ()), (18, 3, 3, ()),
+        (200, 8, 64, (WindowLimit(6, 60),)), (26, 8, 9, (WindowLimit(3, 20), WindowLimit(9, 30))),
+    ],
+)  # fmt: skip
+def test_beams_give_the_same_in_any_company_and_leave_nothing_behind(caching, depth, blocks, seqs, budget, windows):
+    limits = config(
+        blocks, 4, seqs, budget, max_model_len=64, enable_prefix_caching=caching, depth=depth, windows=windows
+    )
+    loop = Loop(limits, MODEL)
     asked = company()
     loop.add(*asked)
     steps = 0
@@ -121,7 +129,8 @@ def test_beams_give_the_same_in_any_company_and_leave_nothing_behind(caching, de
             got = [tuple(loop.received[each.id, index].tokens) for index in range(3)]
             assert got == expected(each)
     stats = loop.scheduler.stats()
-    assert stats.blocks_active == 0 and stats.blocks_free + stats.blocks_cached == blocks
+    total = blocks + sum(each.num_blocks for each in windows)
+    assert stats.blocks_active == 0 and stats.blocks_free + stats.blocks_cached == total
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -146,9 +155,9 @@ def test_searches_preempted_at_any_moment_go_on_where_they_were(caching, depth):
         asked = company()
         loop.add(*asked)
         while loop.scheduler.has_work:
-            running = list(loop.scheduler._running.values())
+            running = list(loop.scheduler._roster.running.values())
             if running and rng.random() < 0.2:
-                loop.scheduler._preempt(rng.choice(running))
+                loop.scheduler._roster.preempt(rng.choice(running))
             loop.step()
             check_invariants(loop.scheduler)
         for each in asked:
@@ -165,7 +174,7 @@ def test_the_memory_of_beams_is_one_prompt_and_what_they_do_not_share(caching):
     while loop.scheduler.has_work:
         loop.step()
         stats = loop.scheduler.stats()
-        group = loop.scheduler._beams._groups.get(0)
+        group = loop.scheduler._roster.beams._groups.get(0)
         if group is not None and stats.running == width:
             distinct = {tuple(seq.tokens[:end]) for seq in group.holders for end in range(size, seq.computed + 1, size)}
             assert stats.blocks_active <= len(distinct) + 2 * width

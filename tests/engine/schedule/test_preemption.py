@@ -256,7 +256,7 @@ def test_an_abort_frees_blocks_at_once_in_every_phase(phase, depth):
     loop.run()
     check_invariants(loop.scheduler)
     assert loop.scheduler.stats().blocks_active == 0
-    assert len(loop.scheduler._free_slots) == 4
+    assert len(loop.scheduler._roster.slots._free) == 4
 
 
 def test_an_abort_storm_leaks_nothing():
@@ -274,7 +274,7 @@ def test_an_abort_storm_leaks_nothing():
     check_invariants(loop.scheduler)
     stats = loop.scheduler.stats()
     assert (stats.waiting, stats.running, stats.blocks_active) == (0, 0, 0)
-    assert len(loop.scheduler._queue) == 0
+    assert len(loop.scheduler._roster.queue) == 0
 
 
 def test_the_first_in_rank_is_no_victim_though_it_would_lose_least():

@@ -66,9 +66,9 @@ def test_preemption_loses_and_repeats_none(caching, depth):
         for number, prompt in enumerate(prompts):
             loop.add(request(str(number), prompt, max_tokens=number, prompt_logprobs=number % 2 or None))
         while loop.scheduler.has_work:
-            running = list(loop.scheduler._running.values())
+            running = list(loop.scheduler._roster.running.values())
             if running and rng.random() < 0.3:
-                loop.scheduler._preempt(rng.choice(running))
+                loop.scheduler._roster.preempt(rng.choice(running))
             loop.step()
             check_invariants(loop.scheduler)
         for number, prompt in enumerate(prompts):

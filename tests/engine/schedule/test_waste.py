@@ -24,7 +24,7 @@ class Probe:
         while loop.scheduler.has_work:
             loop.step()
             size = loop.config.block_size
-            running = loop.scheduler._running.values()
+            running = loop.scheduler._roster.running.values()
             for seq in running:
                 assert len(seq.blocks) == -(-seq.scheduled // size), "a block that is not needed yet"
             stats = loop.scheduler.stats()
