@@ -132,7 +132,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache_eviction          lru-k forgets the block whose K-th last use (`cache_eviction_k`) is oldest, so that content
                             used once does not push out what is used again and again; lru looks at the last use alone
     rope_scaling            another rotary embedding than the model's, which may make its context longer
-    num_gpu_blocks_override KV blocks in the pool instead of what the memory budget gives (the flag's name is vLLM's)
+    num_gpu_blocks_override KV blocks in the pool instead of what the memory budget gives (the flag's name is vLLM's);
+                            pools of layers with a window follow
     gpu_memory_utilization  share of the available memory, on any device, that weights, workspace and KV pool may take
                             together; 0: a quarter of what the first two leave goes to the pool
     tenant_weights          shares of tenants (API keys, or `user`) in the fair queue; 1 for who is not named
