@@ -54,9 +54,12 @@ _F64 = npt.NDArray[np.float64]
 def key_steerings(model: Model, plan: Plan) -> dict[int, KeySteering]:
     """The steering of each layer, from beside the packed weights or made now; none if the plan has no use for it.
 
-    Only our own decoder is steered: of transformers' modules nobody knows where they rotate.
+    Only our own decoder is steered: of transformers' modules nobody knows where they rotate. A GPU's kernels round to
+    nearest.
     """
     if KVFormat(plan.kv_format).bytes_per_value > 1 or model.implementation != "llmctl":
+        return {}
+    if plan.kernels == registry.CUDA:
         return {}
     spec = model.spec
     made_with = VERSION, PROBE_TOKENS, PROBE_TEXT, plan.isa, plan.bits, registry.build_id()

@@ -125,6 +125,8 @@ def build_act_mul(args: ActMulArgs, machine: Machine) -> tuple[StepOp]:
 def refuse_rope_store(args: RopeStoreArgs) -> str | None:
     if (args.q_norm is None) != (args.k_norm is None):
         return "a norm of queries or of keys alone"
+    if args.kv.steering is not None:
+        return "keys whose rounding is steered"
     return _refuse_cache(args.q, args.kv.format.kind, args.kv.head_dim, args.kv.block_size)
 
 
@@ -226,8 +228,8 @@ def build_kv_copy(args: KVCopyArgs, machine: Machine) -> KVCopy:
     def copy(source: int, target: int, tokens: int) -> None:
         copies = machine.send(np.array([source, target, tokens], np.int32))
         arguments = (
-            _at(machine, args.arena), _p(copies), _l(args.block_stride), _i(args.block_size), _i(row),
-            _i(args.format.scale_bytes),
+            _p(machine.address(args.arena) + args.layer_offset), _p(copies), _l(args.block_stride),
+            _i(args.block_size), _i(row), _i(args.format.scale_bytes),
         )  # fmt: skip
         machine.launch([Call(kernels.COPY_TOKENS, (1, halves, 1), _THREADS, 0, arguments)])
 
