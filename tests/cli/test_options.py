@@ -16,6 +16,7 @@ from llmctl.cli.options import (
 )
 from llmctl.engine.config import EngineConfig, SpeculativeConfig
 from llmctl.engine.request import SamplingParams
+from llmctl.engine.rope_scaling import RopeScaling
 from llmctl.kernels.errors import UsageError
 
 
@@ -82,7 +83,8 @@ def test_every_engine_option_reaches_the_config():
         "--cache-eviction lru --cache-eviction-k 3 "
         "--scheduling-policy fair --tenant-weights a=3,b=0.5 --itl-target-ms 80 "
         "--threads 2 --seed 9 --async-depth 2 --kernels generic "
-        '--speculative-config {"num_speculative_tokens":5,"prompt_lookup_max":6}'
+        '--speculative-config {"num_speculative_tokens":5,"prompt_lookup_max":6} '
+        '--rope-scaling {"rope_type":"yarn","factor":2}'
     )
     config, sampling = read(*line.split())
     assert config == EngineConfig(
@@ -90,6 +92,7 @@ def test_every_engine_option_reaches_the_config():
         dtype="bfloat16",
         kv_cache_dtype="float16",
         max_model_len=2000,
+        rope_scaling=RopeScaling(rope_type="yarn", factor=2.0),
         max_num_seqs=3,
         max_num_batched_tokens=1024,
         block_size=64,

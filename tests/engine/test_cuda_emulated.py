@@ -27,11 +27,11 @@ GROWING = [[(i * 31 + j * 7) % 290 + 5 for i in range(12 + 3 * j)] for j in rang
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The emulator in use, `kernels="cuda"` an option, and keys rounded to nearest on the CPU too, as on a GPU."""
+    """The emulator in use, `kernels="cuda"` an option, and a cache as plain on the CPU as it is on a GPU."""
     if compiler() is None:
         pytest.skip("emulation needs a C++ compiler")
     monkeypatch.setattr(config, "KERNELS", (*config.KERNELS, "cuda"))
-    monkeypatch.setattr(runner, "key_steerings", lambda model, plan: {})
+    monkeypatch.setattr(runner, "fit_cache", lambda layers, model, plan: layers)
     register.use(EmulatedMachine(BUILDS))
     yield
     register.use(None)
