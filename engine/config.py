@@ -15,7 +15,7 @@ from ..kernels.errors import UsageError
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # what runs if nobody names a model; `load/hub.py` knows where it is
 POLICIES = ("hybrid", "fcfs")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
+KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int16")
 EVICTIONS = ("lru-k", "lru")
 SPECULATIVE_METHODS = ("ngram", "none")
 IMPLEMENTATIONS = ("auto", "llmctl", "transformers")
@@ -83,7 +83,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Engine options as the user gives them. 0 or "auto" means: choose. Flags have the same names with dashes.
 
     dtype                   auto keeps weights as stored; a float type converts all of them at load
-    kv_cache_dtype          auto: float32 for float32 weights, bfloat16 for bfloat16, else float16; fp8 is fp8_e4m3
+    kv_cache_dtype          auto: float32 for float32 weights, else int16; fp8 is fp8_e4m3
     cache_eviction          lru-k forgets the block whose K-th last use (`cache_eviction_k`) is oldest, so that content
                             used once does not push out what is used again and again; lru looks at the last use alone
     num_gpu_blocks_override KV blocks in the pool instead of what the memory budget gives (the flag's name is vLLM's)

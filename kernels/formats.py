@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from .errors import UsageError
 
 FLOAT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
-KV_BYTES = {**FLOAT_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
+KV_BYTES = {**FLOAT_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1, "int16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,11 @@ class KVFormat:
     fp8_e4m3        float8 with 4 bits of exponent and no infinity, largest 448
     fp8_e5m2        the upper half of a float16, largest finite 57344
     int8            code * s, with a scale s per token and KV head, a bfloat16 not below absmax / 127, for K and for V
+    int16           likewise, with absmax / 8191 for K and absmax / 2047 for V: about as exact as float16, and made for
+                    integer dot products; codes of two dimensions of K, and of two positions of V, lie side by side
 
     What is too large for the 8-bit formats becomes their largest value, infinity too. A NaN in a token's K or V of one
-    head is stored as a NaN in the first dimension of that K (int8: in its scale) and nowhere else: it reaches
+    head is stored as a NaN in the first dimension of that K (int8, int16: in its scale) and nowhere else: it reaches
     everything that attends to the token, as it must, and never what does not.
     """
 
@@ -77,7 +79,12 @@ class KVFormat:
     @property
     def scale_bytes(self) -> int:
         """Bytes of the scale of one token's K, or V, of one head."""
-        return 2 if self.kind == "int8" else 0
+        return 2 if self.kind in ("int8", "int16") else 0
+
+    @property
+    def pairs(self) -> bool:
+        """Whether codes of two dimensions of K, and of two positions of V, lie side by side."""
+        return self.kind == "int16"
 
     def head_bytes(self, head_dim: int) -> int:
         """Bytes of one token's K, or V, of one head with its scale."""

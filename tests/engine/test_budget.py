@@ -78,7 +78,7 @@ def test_pool_holds_at_least_one_full_sequence_even_if_that_is_more_than_a_quart
 
 
 def test_length_that_does_not_fit_is_an_error_with_one_that_does():
-    with pytest.raises(CapacityError, match="one sequence of 8192 tokens needs 180 MiB") as caught:
+    with pytest.raises(CapacityError, match="one sequence of 8192 tokens needs 183 MiB") as caught:
         budget(available=550 * MIB)
     fits = int(re.search(r"--max-model-len (\d+)", caught.value.hint)[1])
     assert budget(available=550 * MIB, max_model_len=fits).max_model_len == fits
@@ -93,10 +93,10 @@ def test_float32_cache_that_would_fit_in_half_proposes_float16():
     budget(available=700 * MIB, formats=("f32",), kv_cache_dtype="float16")
 
 
-def test_float16_cache_that_would_fit_in_half_proposes_fp8():
+def test_16_bit_cache_that_would_fit_in_half_proposes_fp8():
     with pytest.raises(CapacityError) as caught:
         budget(available=550 * MIB)
-    assert "--kv-cache-dtype fp8`, which needs 90.0 MiB" in caught.value.hint
+    assert "--kv-cache-dtype fp8`, which needs 91.4 MiB" in caught.value.hint
     assert budget(available=550 * MIB, kv_cache_dtype="fp8").num_blocks == blocks_for(8192, 32)
 
 
@@ -146,9 +146,10 @@ def test_two_sizes_for_one_pool_are_refused():
     ("options", "formats", "kind"),
     [
         ({}, ("f32",), "f32"),
-        ({}, ("bf16",), "bf16"),
-        ({}, ("f16",), "f16"),
-        ({}, ("bf16", "int4g32min"), "f16"),
+        ({}, ("bf16",), "int16"),
+        ({}, ("f16",), "int16"),
+        ({}, ("bf16", "int4g32min"), "int16"),
+        ({"kv_cache_dtype": "bfloat16"}, ("f16",), "bf16"),
         ({"kv_cache_dtype": "float32"}, ("int4g32",), "f32"),
         ({"kv_cache_dtype": "fp8"}, ("f32",), "fp8_e4m3"),
         ({"kv_cache_dtype": "fp8_e5m2"}, ("int4g32",), "fp8_e5m2"),
