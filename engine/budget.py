@@ -139,7 +139,7 @@ def memory_budget(
         kv_format=kv.kind,
         kv_bytes_per_token=per_token,
         block_size=config.block_size,
-        num_blocks=_pool_blocks(config, length, room, per_token, kv),
+        num_blocks=_pool_blocks(spec, config, length, room, kv),
         max_model_len=length,
     )
 
@@ -167,9 +167,9 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int) -> int
     return config.max_num_batched_tokens * row + per_sequence + rope
 
 
-def _pool_blocks(config: EngineConfig, length: int, room: int, per_token: int, kv: KVFormat) -> int:
+def _pool_blocks(spec: DecoderSpec, config: EngineConfig, length: int, room: int, kv: KVFormat) -> int:
     """KV blocks of the pool, checked against the room for them and the length of one sequence."""
-    block = per_token * config.block_size
+    block = kv_bytes_per_token(spec, kv) * config.block_size
     one = blocks_for(length, config.block_size)
     most = room // block
     sizes = {
@@ -194,27 +194,27 @@ def _pool_blocks(config: EngineConfig, length: int, room: int, per_token: int, k
         if asked > most:
             raise CapacityError(
                 f"a KV cache of {asked} blocks needs {format_bytes(asked * block)}, {format_bytes(room)} are free",
-                f"{most} blocks fit" if most >= one else _shorter(config, length, room, per_token, kv),
+                f"{most} blocks fit" if most >= one else _shorter(spec, config, length, room, kv),
             )
         return asked
     if one > most:
         raise CapacityError(
             f"one sequence of {length} tokens needs {format_bytes(one * block)} of KV cache, "
             f"{format_bytes(room)} are free",
-            _shorter(config, length, room, per_token, kv),
+            _shorter(spec, config, length, room, kv),
         )
     return max(one, min(config.max_num_seqs * one, most if config.gpu_memory_utilization else most // POOL_SHARE))
 
 
-def _shorter(config: EngineConfig, length: int, room: int, per_token: int, kv: KVFormat) -> str:
+def _shorter(spec: DecoderSpec, config: EngineConfig, length: int, room: int, kv: KVFormat) -> str:
     """The smallest change after which one sequence fits."""
-    fits = room // (per_token * config.block_size) * config.block_size
+    fits = room // (kv_bytes_per_token(spec, kv) * config.block_size) * config.block_size
     hints = [f"use `--max-model-len {fits}`"] if fits else []
-    needed = blocks_for(length, config.block_size) * config.block_size * per_token
+    tokens = blocks_for(length, config.block_size) * config.block_size
     for name, smaller in (("float16", KVFormat("f16")), ("fp8", KVFormat("fp8_e4m3"))):
-        times = kv.bytes_per_value // smaller.bytes_per_value
-        if times > 1 and needed // times <= room:
-            hints.append(f"use `--kv-cache-dtype {name}`, which needs {format_bytes(needed // times)}")
+        needed = tokens * kv_bytes_per_token(spec, smaller)
+        if smaller.bytes_per_value < kv.bytes_per_value and needed <= room:
+            hints.append(f"use `--kv-cache-dtype {name}`, which needs {format_bytes(needed)}")
             break
     return ", or ".join(hints) or "free memory, or choose a smaller model"
 

@@ -109,7 +109,8 @@ def view_of(
     return HeadView(
         keys.view(-1, head_dim // together, block_size, together).transpose(2, 3),
         values.view(-1, block_size // together, head_dim, together).transpose(2, 3),
-        *scales,
+        scales[0],
+        scales[1],
         format,
     )
 

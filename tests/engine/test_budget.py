@@ -96,7 +96,7 @@ def test_float32_cache_that_would_fit_in_half_proposes_float16():
 def test_16_bit_cache_that_would_fit_in_half_proposes_fp8():
     with pytest.raises(CapacityError) as caught:
         budget(available=550 * MIB)
-    assert "--kv-cache-dtype fp8`, which needs 91.4 MiB" in caught.value.hint
+    assert "--kv-cache-dtype fp8`, which needs 90.0 MiB" in caught.value.hint
     assert budget(available=550 * MIB, kv_cache_dtype="fp8").num_blocks == blocks_for(8192, 32)
 
 
