@@ -1,6 +1,8 @@
 # make demo    set up, then all commands on the default model: fetch, quantize, serve, bench, chat (recipes/demo.sh)
 # make test    set up and run the tests
 # make lint    ruff and mypy
+# make kernels-all  compile every CUDA kernel for every architecture, and run all of them in emulation; hours, no GPU
+# make gpu-check    on a machine with an NVIDIA GPU: the kernels against float64, and beside what the hardware can do
 # make wheel   build a wheel into dist/
 #
 # Everything happens in .venv, which is made when it is missing. PYTHON names the interpreter to make it with.
@@ -16,7 +18,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE := $(shell find kernels/cpu -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt 2>/dev/null)
 
-.PHONY: help setup demo test test-all lint wheel clean
+.PHONY: help setup demo test test-all kernels-all gpu-check lint wheel clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -47,6 +49,13 @@ test-all: setup
 	$(BIN)/python -m pytest -q
 
 # mypy takes the package's name from its folder, which a clone may have called anything; hence the link.
+kernels-all: setup
+	$(BIN)/python -m pytest -q tests/kernels/cuda
+
+# Uses the packages that are there: PYTHON names an interpreter with torch for CUDA, numpy and msgspec.
+gpu-check:
+	$(PYTHON) tests/kernels/cuda/gpu_check.py
+
 lint: setup
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .

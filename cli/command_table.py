@@ -21,10 +21,12 @@ _MODULES = {  # in the order of `--help`
     "bench kernels": "bench_kernels",
     "bench compare": "bench_compare",
     "bench cache-sim": "bench_cache_sim",
+    "bench scheduler": "bench_scheduler",
     "serve": "serve",
     "plan": "plan",
     "doctor": "doctor",
     "models": "models",
+    "kernels": "kernels",
 }
 
 

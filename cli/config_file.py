@@ -8,6 +8,7 @@ handed to the command instead: on the line it has two names, and either must win
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from ..kernels.errors import UsageError
 from .foreign import why_not
 
 SECTIONS = ("engine", "scheduler", "cache", "server")
+_OBJECTS = ("speculative-config",)  # options whose values are JSON objects, which YAML may spell out
 _OTHER_NAMES = {"policy": "scheduling-policy", "max-context-len": "max-model-len"}
 _NOT_FROM_FILE = ("config", "help", "model", "print-command")
 
@@ -88,7 +90,9 @@ Config = Annotated[
 
 def _flat(path: Path, content: Mapping[object, object]) -> Iterator[tuple[str, object]]:
     for key, value in content.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and str(key).replace("_", "-") in _OBJECTS:
+            yield str(key), json.dumps(value)
+        elif isinstance(value, dict):
             if key not in SECTIONS:
                 raise UsageError(f"`{path}` has a section `{key}`", f"sections are: {', '.join(SECTIONS)}")
             yield from ((f"{key}.{name}", inner) for name, inner in value.items())

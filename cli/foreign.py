@@ -10,14 +10,12 @@ _NO_ADAPTERS = "adapters are not supported"
 _NO_TOOLS = "tools are not supported"
 
 _REASONS = {
-    "swap-space": "a sequence that has to make room is recomputed; nothing is swapped",
     "cpu-offload-gb": "weights are in this machine's memory already",
     "quantization": _FIXED_FORMAT,
     "load-format": _FIXED_FORMAT,
     "enforce-eager": "nothing is compiled or captured on a CPU",
     "download-dir": "models are kept where LLMCTL_CACHE says",
     "kv-cache-dtype-skip-layers": "all layers store K and V in one format; set it with `--kv-cache-dtype`",
-    "preemption-mode": "a sequence that has to make room is recomputed; there is no other mode",
     "enable-lora": _NO_ADAPTERS,
     "lora-modules": _NO_ADAPTERS,
     "max-loras": _NO_ADAPTERS,

@@ -62,9 +62,32 @@ def parse_share(value: str | float) -> float:
         raise typer.BadParameter(f"`{value}` is not a share such as 0.9") from None
 
 
+def parse_gib(value: str | float) -> float:
+    """GiB, as a number or as a size with a suffix: 4, 0.5, 512M."""
+    text = str(value).strip()
+    try:
+        return float(text)
+    except ValueError:
+        return parse_count(text) / (1 << 30)
+
+
 def parse_length(value: str | int) -> int:
     """A context length; `auto` and -1 are 0, which means the model's own."""
     return 0 if str(value).strip() in ("auto", "-1") else parse_count(value)
+
+
+def parse_weights(text: str) -> dict[str, float]:
+    """The weights that `a=3,b=0.5` gives; a name may hold `=` signs, its weight comes after the last."""
+    weights: dict[str, float] = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        name, _, weight = pair.rpartition("=")
+        try:
+            weights[name.strip()] = float(weight)
+        except ValueError:
+            name = ""
+        if not name:
+            raise UsageError(f"`{pair}` in --tenant-weights is no name with a weight", "write it as alice=3,bob=1")
+    return weights
 
 
 def parse_speculation(value: str | SpeculativeConfig) -> SpeculativeConfig:
@@ -73,12 +96,12 @@ def parse_speculation(value: str | SpeculativeConfig) -> SpeculativeConfig:
         return value
     text = value.strip()
     if text in SPECULATIVE_METHODS:
-        return SpeculativeConfig(method=text)
+        return SpeculativeConfig.read({"method": text})
     try:
         return SpeculativeConfig.read(msgspec.json.decode(text))
     except msgspec.DecodeError as error:
         raise UsageError(
-            f"--speculative-config is neither {' nor '.join(SPECULATIVE_METHODS)} nor JSON: {error}",
+            f"--speculative-config is neither ngram nor none nor JSON: {error}",
             """write it as '{"method": "ngram", "num_speculative_tokens": 3}'""",
         ) from error
 
@@ -138,6 +161,15 @@ def memory_config(
             "scales too).",
         ),
     ] = _DEFAULT.kv_cache_dtype,
+    kv_cache_dtype_skip_layers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kv-cache-dtype-skip-layers",
+            metavar="LAYER",
+            help="A layer whose K and V stay as auto would store them: its number from 0, or sliding_window for all "
+            "with a window. Repeatable.",
+        ),
+    ] = None,
     max_model_len: Annotated[
         int,
         _count(
@@ -176,6 +208,18 @@ def memory_config(
             "cache takes a quarter of what weights leave.",
         ),
     ] = _DEFAULT.gpu_memory_utilization,
+    swap_space: Annotated[
+        float,
+        typer.Option(
+            "--swap-space",
+            "--kv-offloading-size",
+            "--hicache-size",
+            metavar="GIB",
+            parser=parse_gib,
+            help="Disk for KV blocks that memory has no room for, in GiB such as 4, or 512M; 0: none. It is taken as "
+            "it is needed, beside the models (LLMCTL_CACHE), and given back at the end.",
+        ),
+    ] = _DEFAULT.swap_space,
     model_impl: Annotated[
         str,
         _name(
@@ -184,12 +228,24 @@ def memory_config(
             "auto: transformers for what our decoder does not know.",
         ),
     ] = _DEFAULT.model_impl,
+    speculative_config: Annotated[
+        SpeculativeConfig,
+        typer.Option(
+            "--speculative-config",
+            parser=parse_speculation,
+            metavar="JSON",
+            help="Guess tokens ahead from what the sequence repeats or with a smaller model: ngram, none, or JSON with "
+            "method (ngram, draft_model, none), model, num_speculative_tokens, disable_by_batch_size, "
+            "prompt_lookup_max and prompt_lookup_min. The tokens are the same.",
+        ),
+    ] = _DEFAULT.speculative_config,
 ) -> EngineConfig:
     """The checked EngineConfig that these options ask for: those that say how much memory a model takes."""
     config = EngineConfig(
         model=choose_model(model, model_option),
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
+        kv_cache_dtype_skip_layers=tuple(kv_cache_dtype_skip_layers or ()),
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -197,7 +253,9 @@ def memory_config(
         num_gpu_blocks_override=num_gpu_blocks_override,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         gpu_memory_utilization=gpu_memory_utilization,
+        swap_space=swap_space,
         model_impl=model_impl,
+        speculative_config=speculative_config,
     )
     config.check()
     return config
@@ -233,9 +291,37 @@ def engine_config(
             help="Share of prefix hits (0 to 1) that are computed again and compared bit for bit.",
         ),
     ] = _DEFAULT.cache_audit,
+    preemption_mode: Annotated[
+        str,
+        _name(
+            "--preemption-mode",
+            text="What a sequence that had to make room comes back by: swap, recompute, or auto: the cheaper as "
+            "measured. The tokens are the same.",
+        ),
+    ] = _DEFAULT.preemption_mode,
     scheduling_policy: Annotated[
-        str, _name("--scheduling-policy", text=f"Who goes first: {' or '.join(POLICIES)}.")
+        str, _name("--scheduling-policy", text=f"Who goes first: {', '.join(POLICIES[:-1])} or {POLICIES[-1]}.")
     ] = _DEFAULT.scheduling_policy,
+    tenant_weights: Annotated[
+        str,
+        typer.Option(
+            "--tenant-weights",
+            metavar="NAME=W,...",
+            help="Shares of tenants, as the request log names them, in the fair queue; 1 for others.",
+        ),
+    ] = "",
+    itl_target_ms: Annotated[
+        float,
+        typer.Option(
+            "--itl-target-ms",
+            metavar="MS",
+            help="How long prompts may let others wait for a token; 0: three times as long as without prompts.",
+        ),
+    ] = _DEFAULT.itl_target_ms,
+    max_prefill_tokens_beside_decode: Annotated[
+        int,
+        _count("--max-prefill-tokens-beside-decode", text="The same as a count of prompt tokens in one step."),
+    ] = _DEFAULT.max_prefill_tokens_beside_decode,
     threads: Annotated[
         int, _count("--threads", "-t", text="CPU threads of this engine; 0: one per physical core it may use.")
     ] = _DEFAULT.threads,
@@ -246,16 +332,6 @@ def engine_config(
     kernels: Annotated[
         str, _name("--kernels", text="auto, avx512, avx2, generic (no vector instructions) or reference (plain torch).")
     ] = _DEFAULT.kernels,
-    speculative_config: Annotated[
-        SpeculativeConfig,
-        typer.Option(
-            "--speculative-config",
-            parser=parse_speculation,
-            metavar="JSON",
-            help="Guess tokens ahead from what the sequence repeats: ngram, none, or JSON with method, "
-            "num_speculative_tokens, prompt_lookup_max and prompt_lookup_min. The tokens are the same.",
-        ),
-    ] = _DEFAULT.speculative_config,
 ) -> EngineConfig:
     """The checked EngineConfig that these options ask for."""
     config = msgspec.structs.replace(
@@ -264,12 +340,15 @@ def engine_config(
         cache_eviction=cache_eviction,
         cache_eviction_k=cache_eviction_k,
         cache_audit=cache_audit,
+        preemption_mode=preemption_mode,
         scheduling_policy=scheduling_policy,
+        tenant_weights=parse_weights(tenant_weights),
+        itl_target_ms=itl_target_ms,
+        max_prefill_tokens_beside_decode=max_prefill_tokens_beside_decode,
         threads=threads,
         seed=seed or 0,
         async_depth=async_depth,
         kernels=kernels,
-        speculative_config=speculative_config,
     )
     config.check()
     return config

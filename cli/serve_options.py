@@ -76,6 +76,13 @@ def serve_settings(
         bool, typer.Option("--log-requests/--disable-log-requests", help="A line on stderr for each request.")
     ] = True,
     metrics: Annotated[bool, typer.Option("--enable-metrics/--disable-metrics", help="Serve /metrics.")] = True,
+    debug_requests: Annotated[
+        bool,
+        typer.Option(
+            "--enable-debug-requests/--disable-debug-requests",
+            help="Serve /debug/requests: every request's tenant, sizes and states, to whoever may ask.",
+        ),
+    ] = False,
 ) -> ServeSettings:
     """The server options, checked as far as they can be without the model."""
     if not 0 <= port <= 65535:
@@ -105,6 +112,7 @@ def serve_settings(
         stuck_after_s=stuck_after,
         log_requests=log_requests,
         metrics=metrics,
+        debug_requests=debug_requests,
         chat_template=_template(chat_template) if chat_template else None,
         model_defaults=GENERATION[generation_config],
     )

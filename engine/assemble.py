@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable
 
+from ..kernels.errors import CapacityError
 from .audit import AuditedEngine
+from .budget import MemoryBudget, blocks_for
 from .config import EngineConfig, environment
+from .drafting import draft_config, make_proposer
 from .engine import Core, Engine, StepRunner
 from .load.hub import resolve as resolve_source
 from .load.model import Model, open_model
 from .load.progress import Progress
 from .messages import EngineInfo
 from .plan import Plan, resolve
+from .runner.golden import check_golden
 from .runner.probe import try_bits
 from .runner.runner import RecordingRunner, Runner
 from .schedule.limits import SchedulerConfig
 from .schedule.scheduler import Scheduler
+from .shortage import Demand
+from .sizes import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -38,20 +45,35 @@ def build_engine(
     record: Callable[[bytes], None] | None = None,
 ) -> tuple[Core, EngineInfo]:
     """An engine on this thread, for a loop or a test to drive. `record` gets every encoded Step before it runs."""
-    return assemble(config, find_model(config, progress), epoch=epoch, record=record)
+    return assemble(config, find_model(config, progress), epoch=epoch, progress=progress, record=record)
 
 
 def assemble(
-    config: EngineConfig, model: Model, *, epoch: int, record: Callable[[bytes], None] | None = None
+    config: EngineConfig,
+    model: Model,
+    *,
+    epoch: int,
+    progress: Progress | None = None,
+    record: Callable[[bytes], None] | None = None,
 ) -> tuple[Core, EngineInfo]:
-    """An engine for a model that is already open; `record` as in `build_engine`."""
-    plan, budget = resolve(config, model)
+    """An engine for a model that is already open, which opens its draft model; `record` as in `build_engine`."""
+    drafts = config.speculative_config.method == "draft_model"
+    draft = find_model(draft_config(config), progress) if drafts else None
+    plan, budget = resolve(config, model, draft)
     log.info("plan: %s", plan)
     log.info("memory: %s", budget)
-    runner = Runner(model, plan)
+    try:
+        runner = Runner(model, plan)
+    except (MemoryError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+            raise
+        raise _no_memory(budget) from error
     same_bits = plan.model_impl == "llmctl" or _tried(runner, model, plan)
+    if model.golden is not None:
+        check_golden(runner, plan, model, model.golden)
     driven: StepRunner = runner if record is None else RecordingRunner(runner, record)
-    engine: Core = Engine(Scheduler(scheduler_config(plan, epoch)), driven, plan.async_depth)
+    proposer = None if draft is None else make_proposer(draft, model, plan)
+    engine: Core = Engine(Scheduler(scheduler_config(plan, epoch), proposer), driven, plan.async_depth)
     if config.cache_audit:
         engine = AuditedEngine(engine, config.cache_audit)
     return engine, _info(model, plan, epoch, same_bits)
@@ -68,10 +90,29 @@ def scheduler_config(plan: Plan, epoch: int) -> SchedulerConfig:
         enable_prefix_caching=plan.enable_prefix_caching,
         eviction_k=plan.eviction_k,
         policy=plan.scheduling_policy,
+        tenant_weights=plan.tenant_weights,
+        pace=plan.pace,
         depth=plan.async_depth,
+        tier_blocks=plan.tier_blocks,
+        preemption_mode=plan.preemption_mode,
+        bytes_per_block=plan.bytes_per_block,
         speculation=plan.speculation,
         max_logit_rows=plan.max_logit_rows,
         epoch=epoch,
+    )
+
+
+def _no_memory(budget: MemoryBudget) -> CapacityError:
+    """The system gave less than it said it had: another program was faster, or the process has a limit of its own."""
+    one = blocks_for(budget.max_model_len, budget.block_size)
+    smaller = (
+        f"use `--num-gpu-blocks-override {one}`, which is enough for one sequence of {budget.max_model_len} tokens"
+    )
+    demand = Demand(budget.available, budget.weights, budget.workspace, budget.reserve, 0.0)
+    return demand.refused(
+        f"the system refused to give {format_bytes(budget.workspace + budget.kv_bytes)} for workspace and KV cache",
+        smaller if one < budget.num_blocks else "use a smaller `--max-model-len`, or free memory",
+        budget.kv_bytes,
     )
 
 

@@ -13,6 +13,7 @@ import logging
 
 from .engine import Core
 from .request import MAX_LOGPROBS, FinishReason, Output, Request, SamplingParams
+from .schedule.states import SequenceState
 from .schedule.stats import SchedulerStats
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,10 @@ class AuditedEngine:
     def stats(self) -> SchedulerStats:
         """See Engine; audits are among its requests."""
         return dataclasses.replace(self._engine.stats(), audits=self._done, audit_failures=self._failed)
+
+    def states(self) -> tuple[SequenceState, ...]:
+        """See Engine; audits are among its requests."""
+        return self._engine.states()
 
     def close(self) -> None:
         """See Engine."""

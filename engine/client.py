@@ -11,6 +11,7 @@ from ..kernels.errors import EngineDead
 from .messages import EngineInfo, EngineStats
 from .open_requests import OnOutput
 from .request import Request
+from .schedule.states import SequenceState
 
 
 class EngineClient(Protocol):
@@ -30,6 +31,9 @@ class EngineClient(Protocol):
 
     def stats(self) -> EngineStats:
         """The engine's counters as they are now."""
+
+    def states(self) -> tuple[SequenceState, ...]:
+        """The sequences that ended last and every unfinished one, as they are now."""
 
     def close(self) -> None:
         """Stop the engine; open requests are ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import typing
 from dataclasses import dataclass, field
@@ -13,11 +14,13 @@ import msgspec
 from ..kernels.errors import UsageError
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # what runs if nobody names a model; `load/hub.py` knows where it is
-POLICIES = ("hybrid", "fcfs")
+POLICIES = ("hybrid", "fcfs", "sjf", "fair", "priority")
+FAIR_POLICIES = ("hybrid", "fair")  # those that share the engine between tenants
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int16")
 EVICTIONS = ("lru-k", "lru")
-SPECULATIVE_METHODS = ("ngram", "none")
+PREEMPTION_MODES = ("auto", "swap", "recompute")
+SPECULATIVE_METHODS = ("ngram", "draft_model", "none")
 IMPLEMENTATIONS = ("auto", "llmctl", "transformers")
 KERNELS = ("auto", "avx512", "avx2", "generic", "reference")
 
@@ -25,20 +28,42 @@ KERNELS = ("auto", "avx512", "avx2", "generic", "reference")
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How tokens are guessed ahead, to be verified together. It changes how fast tokens come, never which.
 
-    method                  ngram: what followed the same n-gram earlier in the prompt or the answer; none: not at all
-    num_speculative_tokens  guesses for one sequence at most, fewer as they fail; where 1 + this many sequences or more
-                            run, none are made
+    method                  ngram: what followed the same n-gram earlier in the prompt or the answer; draft_model: what
+                            `model`, a smaller one of the same vocabulary, would say; none: not at all
+    model                   the draft model, named as any model is
+    num_speculative_tokens  guesses for one sequence at most, fewer as they fail
+    disable_by_batch_size   no guesses are made while more sequences than this run. 0 chooses: 4 with a draft model;
+                            `num_speculative_tokens` with ngram, and those that run share as many guesses
     prompt_lookup_max       longest n-gram that is looked up, and `prompt_lookup_min` the shortest
     """
 
     method: str = "ngram"
+    model: str = ""
     num_speculative_tokens: int = 3
+    disable_by_batch_size: int = 0
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
 
+    @property
+    def max_sequences(self) -> int:
+        """Sequences that may run while guesses are made."""
+        chosen = DRAFTED_SEQUENCES if self.method == "draft_model" else self.num_speculative_tokens
+        return self.disable_by_batch_size or chosen
+
+    @property
+    def max_rows(self) -> int:
+        """Rows with logits of a step that holds guesses: a row for each sequence, and one for each guess."""
+        if self.method == "none":
+            return 0
+        shared = self.method == "ngram" and not self.disable_by_batch_size
+        return 1 + self.num_speculative_tokens if shared else self.max_sequences * (1 + self.num_speculative_tokens)
+
     @classmethod
     def read(cls, given: object) -> SpeculativeConfig:
-        """The checked config that a mapping of these names gives, as JSON has it. UsageError for what it cannot be."""
+        """The checked config that a mapping of these names gives, as JSON has it. UsageError for what it cannot be.
+
+        One that names a model and no method means a draft model.
+        """
         known = cls.__struct_fields__
         if isinstance(given, dict):
             for name in given:
@@ -46,6 +71,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                     near = difflib.get_close_matches(str(name), known, n=1)
                     hint = f"did you mean `{near[0]}`?" if near else f"it has: {', '.join(known)}"
                     raise UsageError(f"--speculative-config has no key `{name}`", hint)
+            if given.get("model") and "method" not in given:
+                given = {**given, "method": "draft_model"}
         try:
             config = msgspec.convert(given, cls)
         except msgspec.ValidationError as error:
@@ -56,8 +83,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return config
 
     def __str__(self) -> str:
-        """As it is written on the command line."""
-        return msgspec.json.encode(self).decode()
+        """As it is written on the command line: what decides most, and what is not the default."""
+        values = zip(self.__struct_fields__, self.__struct_defaults__, msgspec.structs.astuple(self), strict=True)
+        always = ("method", "num_speculative_tokens")
+        said = {name: value for name, default, value in values if value != default or name in always}
+        return msgspec.json.encode(said).decode()
 
     def check(self) -> None:
         """Raise UsageError for the first value that cannot work."""
@@ -67,8 +97,19 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 f"the method of --speculative-config is `{self.method}`",
                 f"choose one of: {', '.join(SPECULATIVE_METHODS)}",
             )
+        if self.method == "draft_model" and not self.model:
+            raise UsageError(
+                "the method of --speculative-config is `draft_model`, and it names no model",
+                """write it as '{"method": "draft_model", "model": "NAME", "num_speculative_tokens": 3}'""",
+            )
+        if self.model and self.method != "draft_model":
+            raise UsageError(
+                f"--speculative-config names the model `{self.model}`, which its method `{self.method}` does not use",
+                "use the method `draft_model`, or leave the model out",
+            )
         for name, value, low, high in (
             ("num_speculative_tokens", self.num_speculative_tokens, 1, 64),
+            ("disable_by_batch_size", self.disable_by_batch_size, 0, 4096),
             ("prompt_lookup_min", self.prompt_lookup_min, 1, 64),
             ("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min, 64),
         ):
@@ -76,6 +117,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 raise UsageError(f"{name} of --speculative-config is {value}, it must be from {low} to {high}")
 
 
+DRAFTED_SEQUENCES = 4  # that a draft model works for at once, if nothing else is asked: enough to fill two cores
 NO_SPECULATION = SpeculativeConfig(method="none")
 
 
@@ -84,11 +126,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     dtype                   auto keeps weights as stored; a float type converts all of them at load
     kv_cache_dtype          auto: float32 for float32 weights, else int16; fp8 is fp8_e4m3
+    kv_cache_dtype_skip_layers  layers whose K and V stay as `auto` would store them: numbers from 0, or sliding_window
+                            for all that have one
     cache_eviction          lru-k forgets the block whose K-th last use (`cache_eviction_k`) is oldest, so that content
                             used once does not push out what is used again and again; lru looks at the last use alone
     num_gpu_blocks_override KV blocks in the pool instead of what the memory budget gives (the flag's name is vLLM's)
     gpu_memory_utilization  share of the available memory, on any device, that weights, workspace and KV pool may take
                             together; 0: a quarter of what the first two leave goes to the pool
+    tenant_weights          shares of tenants (API keys, or `user`) in the fair queue; 1 for who is not named
+    itl_target_ms           pause between tokens that prompts beside decodes may cause; 0: three times a step of decodes
+    max_prefill_tokens_beside_decode  prompt tokens of a step with decodes, whatever they cost; 0: as the target allows
+    swap_space              GiB of disk for blocks that the KV pool has no room for (tier 2 of the prefix cache)
+    preemption_mode         what a preempted sequence comes back by: swap (its blocks are in swap_space), recompute
+                            (they are computed again), or auto: the cheaper, as measured
     seed                    not 0: requests that name no seed get the next of a series made from this one
     model_impl              llmctl is our own decoder, transformers its modules on our cache and kernels; auto takes
                             transformers for what our decoder does not know
@@ -99,6 +149,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str = ""
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
+    kv_cache_dtype_skip_layers: tuple[str, ...] = ()
     max_model_len: int = 0
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
@@ -110,7 +161,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache_eviction: str = "lru-k"
     cache_eviction_k: int = 2
     cache_audit: float = 0.0
+    swap_space: float = 0.0
+    preemption_mode: str = "auto"
     scheduling_policy: str = "hybrid"
+    tenant_weights: dict[str, float] = {}
+    itl_target_ms: float = 0.0
+    max_prefill_tokens_beside_decode: int = 0
     threads: int = 0
     seed: int = 0
     async_depth: int = 1
@@ -126,9 +182,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def max_logit_rows(self) -> int:
         """Rows that get logits in one step at most: one for each sequence, or the drafts of a few."""
-        speculation = self.speculative_config
-        drafted = 0 if speculation.method == "none" else 1 + speculation.num_speculative_tokens
-        return min(max(self.max_num_seqs, drafted), self.max_num_batched_tokens)
+        return min(max(self.max_num_seqs, self.speculative_config.max_rows), self.max_num_batched_tokens)
 
     def check(self) -> None:
         """Raise UsageError for the first option whose value cannot work on any machine or model."""
@@ -137,6 +191,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("--dtype", self.dtype, DTYPES),
             ("--kv-cache-dtype", self.kv_cache_dtype, KV_DTYPES),
             ("--cache-eviction", self.cache_eviction, EVICTIONS),
+            ("--preemption-mode", self.preemption_mode, PREEMPTION_MODES),
             ("--scheduling-policy", self.scheduling_policy, POLICIES),
             ("--kernels", self.kernels, KERNELS),
             ("--model-impl", self.model_impl, IMPLEMENTATIONS),
@@ -153,6 +208,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("--cache-eviction-k", self.cache_eviction_k, 1, 16),
             ("--threads", self.threads, 0, 1024),
             ("--async-depth", self.async_depth, 1, 2),
+            ("--max-prefill-tokens-beside-decode", self.max_prefill_tokens_beside_decode, 0, 1 << 20),
         ):
             if not low <= number <= high:
                 raise UsageError(f"{name} is {number}, it must be from {low} to {high}")
@@ -161,9 +217,41 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization:g}, it must be from 0 to 1",
                 "0.9 lets the engine have nine tenths of the available memory",
             )
+        if not 0 <= self.itl_target_ms < 1e9:
+            raise UsageError(f"--itl-target-ms is {self.itl_target_ms:g}, it must be 0 or more milliseconds")
+        if self.itl_target_ms and self.max_prefill_tokens_beside_decode:
+            raise UsageError(
+                f"--itl-target-ms is {self.itl_target_ms:g} and --max-prefill-tokens-beside-decode "
+                f"{self.max_prefill_tokens_beside_decode}",
+                "give one of them: a time or a count",
+            )
+        for tenant, weight in self.tenant_weights.items():
+            if not 0 < weight < math.inf:
+                raise UsageError(f"the weight of tenant `{tenant}` is {weight}, it must be above 0 and finite")
+        if self.tenant_weights and self.scheduling_policy not in FAIR_POLICIES:
+            raise UsageError(
+                f"--tenant-weights has no effect with --scheduling-policy {self.scheduling_policy}",
+                f"use one of: {', '.join(FAIR_POLICIES)}",
+            )
         if not 0 <= self.cache_audit <= 1:
             raise UsageError(f"--cache-audit is {self.cache_audit}, it must be from 0 to 1")
+        self._check_swap()
         self.speculative_config.check()
+
+    def _check_swap(self) -> None:
+        """Raise UsageError for a swap space that cannot be, or that could not be used."""
+        if not 0 <= self.swap_space <= 1 << 20:
+            raise UsageError(
+                f"--swap-space is {self.swap_space:g} GiB, it must be from 0 to {1 << 20}",
+                "4 gives blocks that memory has no room for 4 GiB of disk",
+            )
+        if self.preemption_mode == "swap" and not self.swap_space:
+            raise UsageError("--preemption-mode is `swap`, and there is no swap space", "add `--swap-space 4` (GiB)")
+        if self.swap_space and not self.enable_prefix_caching:
+            raise UsageError(
+                f"--swap-space is {self.swap_space:g} GiB, and there is no prefix cache that would find what is there",
+                "leave --no-enable-prefix-caching out, or use `--swap-space 0`",
+            )
 
 
 def _refuse_booleans(config: SpeculativeConfig | EngineConfig) -> None:

@@ -87,6 +87,7 @@ class Frontend:
         request_id: str | None = None,
         tenant: str = "",
         priority: int = 0,
+        max_wait_s: float | None = None,
         salt: str = "",
     ) -> Request:
         """A fully resolved Request: prompt as ids, the seed drawn, max_tokens None made what the context leaves.
@@ -120,6 +121,7 @@ class Frontend:
             max_tokens=room if asked is None else asked,
             tenant=tenant,
             priority=priority,
+            max_wait_s=max_wait_s,
             salt=salt,
         )
 

@@ -28,7 +28,7 @@ def launch(config: EngineConfig, *, process: bool = False, progress: Progress | 
     model = find_model(config, progress)
     with ThreadPoolExecutor(1) as beside:  # parsing a vocabulary takes as long as building the engine
         parsed = beside.submit(Tokenizer, model.folder)
-        engine, info = assemble(config, model, epoch=new_epoch())
+        engine, info = assemble(config, model, epoch=new_epoch(), progress=progress)
     return Frontend(LocalClient(engine, info), parsed.result(), config.seed)
 
 

@@ -11,9 +11,23 @@ from collections.abc import Iterable
 from ..kernels.errors import EngineDead
 from .engine import Core
 from .loop import run_loop
-from .messages import Abort, Command, EngineInfo, EngineStats, Event, GetStats, Outputs, Shutdown, Stats, Submit
-from .open_requests import OnOutput, OpenRequests, Tickets, stats_or_raise
+from .messages import (
+    Abort,
+    Command,
+    EngineInfo,
+    EngineStats,
+    Event,
+    GetStates,
+    GetStats,
+    Outputs,
+    Shutdown,
+    States,
+    Stats,
+    Submit,
+)
+from .open_requests import OnOutput, OpenRequests, Tickets, answer_or_raise
 from .request import Request
+from .schedule.states import SequenceState
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +63,18 @@ class LocalClient:
         self._open.check_process()
         ticket, answer = self._tickets.open()
         self._commands.put(GetStats(ticket))
-        return stats_or_raise(answer, self._open)
+        found = answer_or_raise(answer, self._open)
+        assert isinstance(found, Stats), found
+        return found.stats
+
+    def states(self) -> tuple[SequenceState, ...]:
+        """See EngineClient."""
+        self._open.check_process()
+        ticket, answer = self._tickets.open()
+        self._commands.put(GetStates(ticket))
+        found = answer_or_raise(answer, self._open)
+        assert isinstance(found, States), found
+        return found.states
 
     def close(self) -> None:
         """See EngineClient."""
@@ -80,5 +105,5 @@ class LocalClient:
         match event:
             case Outputs(outputs):
                 self._open.deliver(outputs)
-            case Stats():
+            case Stats() | States():
                 self._tickets.answer(event)

@@ -7,7 +7,19 @@ from collections.abc import Callable, Iterable
 
 from ..kernels.errors import LlmctlError
 from .engine import Core
-from .messages import Abort, Command, EngineStats, Event, GetStats, Outputs, Shutdown, Stats, Submit
+from .messages import (
+    Abort,
+    Command,
+    EngineStats,
+    Event,
+    GetStates,
+    GetStats,
+    Outputs,
+    Shutdown,
+    States,
+    Stats,
+    Submit,
+)
 from .request import FinishReason, Output, Request
 
 Inbox = Callable[[bool], Iterable[Command]]  # inbox(wait): the commands that have come; waits for one if asked
@@ -27,6 +39,8 @@ def run_loop(engine: Core, epoch: int, inbox: Inbox, emit: Emit) -> None:
                 case GetStats(ticket):
                     age = time.monotonic() - last_step if engine.has_work else 0.0
                     emit(Stats(ticket, _stats(engine, steps, generated, age)))
+                case GetStates(ticket):
+                    emit(States(ticket, engine.states()))
                 case Shutdown():
                     return
         if engine.has_work:
@@ -76,8 +90,21 @@ def _stats(engine: Core, steps: int, generated: int, age: float) -> EngineStats:
         drafts=stats.drafts,
         draft_tokens=stats.draft_tokens,
         accepted_tokens=stats.accepted_tokens,
+        recomputed_tokens=stats.recomputed_tokens,
+        tier_blocks=stats.tier_blocks,
+        tier_blocks_used=stats.tier_blocks_used,
+        tier_writes=stats.tier_writes,
+        tier_clean_drops=stats.tier_clean_drops,
+        tier_hits=stats.tier_hits,
+        tier_failures=stats.tier_failures,
+        swapped_out_bytes=stats.swapped_out_bytes,
+        swapped_in_bytes=stats.swapped_in_bytes,
+        accepted_per_position=stats.accepted_per_position,
         cache_audits=stats.audits,
         cache_audit_failures=stats.audit_failures,
         steps=steps,
+        scheduler_s=stats.scheduler_s,
+        draft_s=stats.draft_s,
+        step_s=stats.step_s,
         last_step_age_s=age,
     )

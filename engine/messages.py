@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from .request import Output, Request
+from .schedule.states import SequenceState
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,9 +47,22 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     drafts: int = 0  # chunks with proposed tokens
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    recomputed_tokens: int = 0
+    tier_blocks: int = 0  # places in tier 2, each for one KV block
+    tier_blocks_used: int = 0
+    tier_writes: int = 0
+    tier_clean_drops: int = 0
+    tier_hits: int = 0
+    tier_failures: int = 0
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
+    accepted_per_position: tuple[int, ...] = ()  # of these, by their place in a draft
     cache_audits: int = 0
     cache_audit_failures: int = 0
     steps: int = 0
+    scheduler_s: float = 0.0  # in the scheduler and the prefix tree, of `step_s` in all
+    draft_s: float = 0.0  # and in a draft model
+    step_s: float = 0.0
     last_step_age_s: float = 0.0
 
 
@@ -67,6 +81,12 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
     """Ask for a `Stats` with this ticket."""
+
+    ticket: int
+
+
+class GetStates(msgspec.Struct, frozen=True, tag="get_states"):
+    """Ask for a `States` with this ticket."""
 
     ticket: int
 
@@ -116,5 +136,12 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     stats: EngineStats
 
 
-Command = Submit | Abort | GetStats | Shutdown
-Event = Ready | Loading | Opened | Failed | Outputs | Stats
+class States(msgspec.Struct, frozen=True, tag="states"):
+    """The answer to `GetStates`: the sequences that ended last, then those that have not."""
+
+    ticket: int
+    states: tuple[SequenceState, ...]
+
+
+Command = Submit | Abort | GetStats | GetStates | Shutdown
+Event = Ready | Loading | Opened | Failed | Outputs | Stats | States

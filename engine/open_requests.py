@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from ..kernels.errors import EngineDead, UsageError
-from .messages import EngineStats, Stats
+from .messages import States, Stats
 from .request import FinishReason, Output, Request
 
 log = logging.getLogger(__name__)
@@ -92,17 +92,20 @@ class OpenRequests:
             return self._dead
 
 
+Answer = Stats | States
+
+
 class Tickets:
-    """Pending answers to GetStats."""
+    """Pending answers to GetStats and GetStates."""
 
     def __init__(self) -> None:
         self._next = itertools.count()
         self._lock, self._closed = threading.Lock(), False
-        self._waiting: dict[int, queue.SimpleQueue[EngineStats | None]] = {}
+        self._waiting: dict[int, queue.SimpleQueue[Answer | None]] = {}
 
-    def open(self) -> tuple[int, queue.SimpleQueue[EngineStats | None]]:
+    def open(self) -> tuple[int, queue.SimpleQueue[Answer | None]]:
         """(ticket, where its answer will be)."""
-        ticket, answer = next(self._next), queue.SimpleQueue[EngineStats | None]()
+        ticket, answer = next(self._next), queue.SimpleQueue[Answer | None]()
         with self._lock:
             if self._closed:
                 answer.put(None)
@@ -110,12 +113,12 @@ class Tickets:
                 self._waiting[ticket] = answer
         return ticket, answer
 
-    def answer(self, event: Stats) -> None:
-        """Hand the stats to whoever holds the ticket."""
+    def answer(self, event: Answer) -> None:
+        """Hand the answer to whoever holds the ticket."""
         with self._lock:
             waiting = self._waiting.pop(event.ticket, None)
         if waiting is not None:
-            waiting.put(event.stats)
+            waiting.put(event)
 
     def close(self) -> None:
         """Answer None to all that wait, and to all that come."""
@@ -125,9 +128,9 @@ class Tickets:
                 self._waiting.popitem()[1].put(None)
 
 
-def stats_or_raise(answer: queue.SimpleQueue[EngineStats | None], requests: OpenRequests) -> EngineStats:
+def answer_or_raise(answer: queue.SimpleQueue[Answer | None], requests: OpenRequests) -> Answer:
     """The answer to a ticket once it is there; EngineDead if the engine stops before."""
-    stats = answer.get()
-    if stats is None:
+    found = answer.get()
+    if found is None:
         raise requests.error or EngineDead("the engine was closed")
-    return stats
+    return found

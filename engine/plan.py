@@ -11,13 +11,18 @@ import msgspec
 
 from ..kernels import registry
 from ..kernels.device import default_threads, read_machine
-from .budget import MemoryBudget, memory_budget
-from .config import EngineConfig, SpeculativeConfig
+from .budget import MemoryBudget, ModelSize, memory_budget
+from .config import NO_SPECULATION, EngineConfig, SpeculativeConfig, environment
 from .load.model import Model
+from .schedule.pace import PaceConfig
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A resolved EngineConfig. `max_logit_rows` bounds the rows that get logits in one step."""
+    """A resolved EngineConfig.
+
+    `max_logit_rows` bounds the rows that get logits in one step; `draft` is the plan of the draft model, which has the
+    blocks, slots and positions of this one.
+    """
 
     model: str
     digest: str
@@ -28,6 +33,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     weight_formats: tuple[str, ...]
     kv_format: str
+    kv_formats: tuple[str, ...]
     block_size: int
     num_blocks: int
     max_model_len: int
@@ -37,28 +43,36 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool
     eviction_k: int
     scheduling_policy: str
+    tenant_weights: tuple[tuple[str, float], ...]
+    pace: PaceConfig
     async_depth: int
+    tier_blocks: int
+    tier_folder: str
+    bytes_per_block: int
+    preemption_mode: str
     speculation: SpeculativeConfig
+    draft: Plan | None = None
 
     @property
     def fingerprint(self) -> str:
         """Two engines with the same fingerprint give the same bits."""
         same_bits = (
-            *(self.digest, self.model_impl, self.isa, self.bits, self.weight_formats, self.kv_format),
+            *(self.digest, self.model_impl, self.isa, self.bits, self.weight_formats, self.kv_formats),
             registry.build_id(),
         )
         return "llmctl-" + hashlib.sha256(msgspec.json.encode(same_bits)).hexdigest()[:16]
 
 
-def resolve(config: EngineConfig, model: Model) -> tuple[Plan, MemoryBudget]:
-    """The plan for this model on this machine, and the memory budget that sized its KV pool.
+def resolve(config: EngineConfig, model: Model, draft: Model | None = None) -> tuple[Plan, MemoryBudget]:
+    """The plan for this model on this machine, and the memory budget that sized its KV pool; both count `draft` in.
 
     Raises UsageError for options that contradict the model, CapacityError when it does not fit.
     """
     config.check()
     threads = config.threads or default_threads()
     formats = model.weight_formats
-    budget = memory_budget(model.spec, model.weight_bytes, formats, config, read_machine().memory_available)
+    beside = None if draft is None else ModelSize(draft.spec, draft.weight_bytes, draft.weight_formats)
+    budget = memory_budget(model.spec, model.weight_bytes, formats, config, read_machine().memory_available, beside)
     isa, bits = registry.configure(config.kernels, threads)
     plan = Plan(
         model=model.name,
@@ -70,6 +84,7 @@ def resolve(config: EngineConfig, model: Model) -> tuple[Plan, MemoryBudget]:
         threads=threads,
         weight_formats=formats,
         kv_format=budget.kv_format,
+        kv_formats=budget.kv_formats,
         block_size=config.block_size,
         num_blocks=budget.num_blocks,
         max_model_len=budget.max_model_len,
@@ -79,7 +94,32 @@ def resolve(config: EngineConfig, model: Model) -> tuple[Plan, MemoryBudget]:
         enable_prefix_caching=config.enable_prefix_caching,
         eviction_k=config.eviction_k,
         scheduling_policy=config.scheduling_policy,
+        tenant_weights=tuple(config.tenant_weights.items()),
+        pace=PaceConfig(config.max_prefill_tokens_beside_decode, config.itl_target_ms / 1000),
         async_depth=config.async_depth,
+        tier_blocks=budget.tier_blocks,
+        tier_folder=str(environment().cache / "swap"),
+        bytes_per_block=budget.swapped_bytes_per_block,
+        preemption_mode=config.preemption_mode,
         speculation=config.speculative_config,
     )
-    return plan, budget
+    return (plan if draft is None else _with_draft(plan, draft, budget)), budget
+
+
+def _with_draft(plan: Plan, draft: Model, budget: MemoryBudget) -> Plan:
+    """The plan with that of the draft model in it. Steps of that one come one by one and sample once in a sequence."""
+    assert budget.draft is not None
+    own = msgspec.structs.replace(
+        plan,
+        model=draft.name,
+        digest=draft.digest,
+        model_impl=draft.implementation,
+        weight_formats=draft.weight_formats,
+        kv_format=budget.draft.kv_format,
+        kv_formats=(budget.draft.kv_format,) * draft.spec.num_layers,
+        max_logit_rows=min(plan.max_num_seqs, plan.max_num_batched_tokens),
+        async_depth=1,
+        tier_blocks=0,
+        speculation=NO_SPECULATION,
+    )
+    return msgspec.structs.replace(plan, draft=own)

@@ -24,18 +24,21 @@ from .messages import (
     EngineStats,
     Event,
     Failed,
+    GetStates,
     GetStats,
     Loading,
     Opened,
     Outputs,
     Ready,
     Shutdown,
+    States,
     Stats,
     Submit,
 )  # fmt: skip
-from .open_requests import OnOutput, OpenRequests, Tickets, stats_or_raise
+from .open_requests import OnOutput, OpenRequests, Tickets, answer_or_raise
 from .process import EngineProcess
 from .request import Request
+from .schedule.states import SequenceState
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +107,18 @@ class ProcessClient:
         self._open.check_process()
         ticket, answer = self._tickets.open()
         self._send(GetStats(ticket))
-        return stats_or_raise(answer, self._open)
+        found = answer_or_raise(answer, self._open)
+        assert isinstance(found, Stats), found
+        return found.stats
+
+    def states(self) -> tuple[SequenceState, ...]:
+        """See EngineClient."""
+        self._open.check_process()
+        ticket, answer = self._tickets.open()
+        self._send(GetStates(ticket))
+        found = answer_or_raise(answer, self._open)
+        assert isinstance(found, States), found
+        return found.states
 
     def close(self) -> None:
         """See EngineClient. An engine that does not end by itself is killed."""
@@ -182,7 +196,7 @@ class ProcessClient:
         match self._decoder.decode(self._socket.recv()):
             case Outputs(outputs):
                 self._open.deliver(outputs)
-            case Stats() as stats:
+            case Stats() | States() as stats:
                 self._tickets.answer(stats)
             case Failed(kind, message, _):
                 self._open.die(EngineDead(f"the engine stopped: {kind}: {message}"))

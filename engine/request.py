@@ -25,6 +25,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"  # max_tokens or the context was reached
     ABORT = "abort"  # the client left
     ERROR = "error"  # the model gave NaN or Inf for this sequence
+    OVERDUE = "overdue"  # its turn did not come within the time that the request could wait
 
 
 class ParameterError(UsageError):
@@ -196,6 +197,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids    every token id that ends a sequence (EOS unless ignore_eos, and stop_token_ids)
     max_tokens  tokens to generate at most; fits the context
     tenant      whose share this is in the fair queue
+    max_wait_s  it is ended if its turn has not come then; None: it waits
     salt        requests with different salts never share a prefix
     """
 
@@ -207,6 +209,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     tenant: str = ""
     priority: int = 0
+    max_wait_s: float | None = None
     salt: str = ""
 
 
@@ -218,7 +221,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: tuple[float, ...] = ()
 
 
-class Output(msgspec.Struct, frozen=True, kw_only=True):
+class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """New tokens of one sequence. A client drops what it already has by (epoch, first).
 
     epoch    which start of the engine produced it

@@ -14,7 +14,7 @@ import numpy as np
 from ..kernels.errors import CapacityError, UsageError
 from ..kernels.ops import F32Array
 from .budget import blocks_for
-from .config import EngineConfig
+from .config import NO_SPECULATION, EngineConfig
 from .load.packed import PackedModel
 from .plan import resolve
 from .runner.runner import Runner
@@ -38,6 +38,9 @@ class Scorer:
             num_gpu_blocks_override=blocks,
             kv_cache_memory_bytes=0,
             async_depth=1,
+            swap_space=0.0,
+            preemption_mode="auto",
+            speculative_config=NO_SPECULATION,
         )
         self.max_tokens = max_tokens
         self._vocab_size = model.spec.vocab_size

@@ -37,6 +37,10 @@ class Channel:
         """Send one event."""
         self._socket.send(self._encoder.encode(event))
 
+    def tell(self, description: str, done: int, total: int) -> None:
+        """Send how far loading has come."""
+        self.emit(Loading(description, done, total))
+
     def inbox(self, wait: bool) -> Iterable[Command]:
         """The commands that have come; waits for one if asked. A lost parent reads as Shutdown."""
         while not self._socket.poll(PARENT_CHECK_MS if wait else 0):
@@ -60,9 +64,9 @@ def main(address: str, epoch: int, settings: str) -> int:
     channel = Channel(address)
     try:
         config = msgspec.json.decode(settings, type=EngineConfig)
-        model = find_model(config, lambda text, done, total: channel.emit(Loading(text, done, total)))
+        model = find_model(config, channel.tell)
         channel.emit(Opened(str(model.folder)))
-        engine, info = assemble(config, model, epoch=epoch)
+        engine, info = assemble(config, model, epoch=epoch, progress=channel.tell)
         channel.emit(Ready(info))
         run_loop(engine, epoch, channel.inbox, channel.emit)
         engine.close()

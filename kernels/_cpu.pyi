@@ -74,6 +74,8 @@ def rope_store(
     num_heads: int,
     q_scale: float,
     kv: Kv,
+    steer_order: int,
+    steer_follow: int,
     owner: object,
 ) -> Op: ...
 def attend(

@@ -11,6 +11,12 @@ from dataclasses import dataclass
 from .errors import UsageError
 
 FLOAT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+# What the 16 codes of NF4 mean (QLoRA, arXiv 2305.14314, appendix E), as float32.
+NF4_VALUES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
 KV_BYTES = {**FLOAT_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1, "int16": 2}
 
 
@@ -18,14 +24,15 @@ KV_BYTES = {**FLOAT_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1, "int16": 2}
 class WeightFormat:
     """How a [n, k] weight is stored.
 
-    kind    f32 | f16 | bf16 | int8 | int4
+    kind    f32 | f16 | bf16 | int8 | int4, and for CUDA alone fp8_e4m3 (q * s, q the value of a float8) and nf4
+            (v * s, v one of the 16 values of NF4 that the code names)
     group   inputs that share one scale (0 for the float kinds)
     zero    how a code q becomes a value, with scale s (float16) of its group:
               "none"  int8: q * s          (q in -128..127);  int4: (q - 8) * s  (q in 0..15)
               "min"   q * s + m            (m a float16 per group, as in GGUF Q4_1)
               "int"   int4: (q - z) * s    (z in 0..15 per group, as in AWQ and GPTQ)
     scales  f16 | f32: what s and m are. f32, a group of 16 and int8 with "min" describe what checkpoints store (GGUF's
-            K-quants); no kernel reads them
+            K-quants), which no CPU kernel reads
     """
 
     kind: str
@@ -51,7 +58,7 @@ class WeightFormat:
             return 8.0 * FLOAT_BYTES[self.kind]
         scale = 8 * FLOAT_BYTES[self.scales]
         extra = scale + {"none": 0, "min": scale, "int": 8}[self.zero]
-        return (8 if self.kind == "int8" else 4) + extra / self.group
+        return (8 if self.kind in ("int8", "fp8_e4m3") else 4) + extra / self.group
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,13 +195,37 @@ def make_rows(width: int, max_rows: int) -> F32Array:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class KeySteering:
+    """How errors of rounding K to 8 bits are steered to where queries do not look.
+
+    Pairs of dimensions (d, d + head_dim / 2), as the rotation has them, are rounded one after another. The error of
+    each, stored minus true and turned back by the row's rotation, is taken on by the pairs behind it: before these are
+    rounded, they are lowered by `follow` times it, turned by the row's rotation. What is stored are values of the
+    format as ever; readers need not know. A key with NaN, or in int8 1e18 or more, is rounded as without steering.
+
+    order   int32 [kv_heads, head_dim / 2]: d of each pair, in the order in which they are rounded
+    follow  float32 [kv_heads, head_dim / 2, 4, steering_width(head_dim)]: for the pair at place i the row
+            2 * target + source (0 for d, 1 for d + head_dim / 2) has at j > i what an error in its source half lowers
+            the target half of the pair at place j by; elsewhere 0
+    """
+
+    order: I32Array
+    follow: F32Array
+
+
+def steering_width(head_dim: int) -> int:
+    """Floats of a row of `KeySteering.follow`: pairs of a head, rounded up to whole vectors."""
+    return -(-(head_dim // 2) // 8) * 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class KVLayer:
     """One layer's part of a paged KV arena.
 
     A block is one contiguous run of `block_stride` bytes and holds, for each layer of the group and each KV head,
     K transposed [head_dim][block_size], then V [block_size][head_dim], each followed by its scales [block_size] if the
     format has any. The layer's part begins `layer_offset` bytes into the block. Kernels read K and V only from here,
-    as stored, also those of the chunk being computed.
+    as stored, also those of the chunk being computed. `steering` is for the store of an 8-bit format.
     """
 
     arena: U8Array
@@ -212,6 +236,7 @@ class KVLayer:
     head_dim: int
     format: KVFormat
     group: int  # index into Batch.tables
+    steering: KeySteering | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -326,7 +351,10 @@ class ActMulArgs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVCopyArgs:
-    """`copy(source, target, tokens)`: the first `tokens` positions of one block to another, in all of its layers."""
+    """`copy(source, target, tokens)`: the first `tokens` positions of one block to another, in layers side by side.
+
+    The first of them begins `layer_offset` bytes into the block.
+    """
 
     arena: U8Array
     block_stride: int
@@ -335,6 +363,7 @@ class KVCopyArgs:
     num_kv_heads: int
     head_dim: int
     format: KVFormat
+    layer_offset: int = 0
 
 
 # One record per logits row. Addresses point at arrays that the caller keeps alive.

@@ -34,6 +34,7 @@ from .ops import (
 
 __all__ = ["KERNELS", "Entry", "StepArgs", "bind", "build_id", "configure", "entries", "record", "register"]
 
+CUDA = "cuda"
 KERNELS = ("auto", *(isa.name for isa in cpu.ISAS), "reference")
 
 _log = logging.getLogger(__name__)
@@ -68,9 +69,11 @@ def bind(op: str, args: StepArgs, *, device: str = "cpu", kernels: str = "auto")
 def bind(op: str, args: Any, *, device: str = "cpu", kernels: str = "auto") -> Any:
     """The op built from the entry of highest priority that accepts these arguments.
 
-    kernels  "auto", one instruction set ("generic" is portable C++) or "reference". Raises NoKernel when nothing
-             accepts.
+    kernels  "auto", one instruction set ("generic" is portable C++), "reference", or "cuda" for the machine in use,
+             whose logits are sampled here. Raises NoKernel when nothing accepts.
     """
+    if kernels == CUDA:
+        device, kernels = ("cpu" if op == "sample" else "cuda"), "auto"
     if kernels not in KERNELS:
         raise UsageError(f"--kernels is `{kernels}`", f"choose one of: {', '.join(KERNELS)}")
     assert isinstance(args, OPS[op]), (op, type(args))
@@ -101,6 +104,9 @@ def bind(op: str, args: Any, *, device: str = "cpu", kernels: str = "auto") -> A
 
 def configure(kernels: str, threads: int) -> tuple[str, str]:
     """(instruction set, bits class) of the kernels that will be bound on this CPU, run by `threads` threads."""
+    if kernels == CUDA:
+        cpu.configure("auto", threads)
+        return "sm_80", "cuda"
     isa = None if kernels == "reference" else cpu.configure(kernels, threads)
     return ("any", "reference") if isa is None else (isa.name, f"cpu-{isa.name}")
 
@@ -112,7 +118,7 @@ def build_id() -> str:
 
 def record(ops: Sequence[Op], batch: Batch, *, kernels: str = "auto") -> Program:
     """A program of these ops: replayed in C++ if all are C++ ones, else run one after another from Python."""
-    if kernels != "reference" and cpu.are_native(ops):
+    if kernels not in ("reference", CUDA) and cpu.are_native(ops):
         return cpu.record(ops, batch)
     return PythonProgram(tuple(ops))
 
@@ -129,6 +135,10 @@ class PythonProgram:
 
 
 def _device_entries(device: str) -> tuple[Entry, ...]:
+    if device == "cuda":
+        from .cuda.register import entries  # nothing of it is needed on a CPU
+
+        return entries()
     return cpu.entries() if device == "cpu" else ()
 
 

@@ -13,12 +13,11 @@ import torch
 from ..kernels.errors import CheckpointError, UnsupportedModel
 from ..kernels.formats import WeightFormat
 from .calibrate import QuantizedBlock
+from .card import CARD_NAME
 from .formats import awq
 from .formats.safetensors_write import SHARD_BYTES, PlannedTensor, SafetensorsWriter
 from .scheme import module_format, quantized_linears
 from .staging import write_file, write_json
-
-CARD_NAME = "llmctl_quality.json"
 
 _TEXT_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",

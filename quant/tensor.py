@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..kernels.formats import WeightFormat
+from ..kernels.formats import NF4_VALUES, WeightFormat
 
 Array = npt.NDArray[np.generic]
 
@@ -17,7 +17,7 @@ class WeightTensor:
     """A weight of shape [n, k] (n outputs, k inputs), or [n] for a norm or a bias.
 
     data    float kinds: float32 | float16 | uint16 (the bits of bfloat16), of the weight's shape;
-            int8: int8 [n, k];  int4: uint8 [n, k], one code 0..15 per element
+            int8: int8 [n, k];  int4, nf4: uint8 [n, k], one code 0..15 per element;  fp8_e4m3: its bits in uint8
     scales  float16 or float32 as the format says, [n, k / group]; None for the float kinds
     zeros   "min": like scales;  "int": uint8 [n, k / group];  else None
     order   int32 [k]: column j multiplies input order[j], so that the inputs of a group are side by side although the
@@ -60,7 +60,7 @@ class WeightTensor:
             return self.data.astype(np.float32)
         assert self.scales is not None
         n, k = self.data.shape
-        codes = self.data.astype(np.float32).reshape(n, k // self.format.group, self.format.group)
+        codes = _meaning(self.format, self.data).reshape(n, k // self.format.group, self.format.group)
         scales = self.scales.astype(np.float32)[:, :, None]
         if self.format.zero == "min":
             assert self.zeros is not None
@@ -71,3 +71,24 @@ class WeightTensor:
         elif self.format.kind == "int4":
             codes -= 8
         return (codes * scales).reshape(n, k)
+
+
+def _meaning(format: WeightFormat, codes: Array) -> npt.NDArray[np.float32]:
+    """What each code stands for before its group's zero and scale."""
+    if format.kind == "nf4":
+        table = np.array(NF4_VALUES, np.float32)
+    elif format.kind == "fp8_e4m3":
+        table = _e4m3_values()
+    else:
+        return codes.astype(np.float32)
+    values: npt.NDArray[np.float32] = table[codes]
+    return values
+
+
+def _e4m3_values() -> npt.NDArray[np.float32]:
+    """The value of each of the 256 float8: exponent bias 7, denormals below 2^-6, NaN at 0x7f and 0xff."""
+    bits = np.arange(256)
+    exponent, mantissa = bits >> 3 & 15, bits & 7
+    size = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10), mantissa * 2.0**-9)
+    size[(bits & 127) == 127] = np.nan
+    return np.where(bits < 128, size, -size).astype(np.float32)

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 
-from .errors import RETRY_S, ApiError, shutting_down
+from .errors import OVERDUE, RETRY_S, ApiError, shutting_down
 
 MAX_RETRY_S = 600
 WINDOW = 16  # answers that the running mean of durations remembers, roughly
@@ -44,8 +44,11 @@ class Admission:
         return self._open + sequences <= self._limit
 
     @contextlib.contextmanager
-    def admit(self, sequences: int) -> Iterator[None]:
-        """Hold places for these sequences. ApiError 503 while draining, 429 if there is no room, 400 if never."""
+    def admit(self, sequences: int, max_wait_s: float | None = None) -> Iterator[None]:
+        """Hold places for these sequences. ApiError 503 while draining, 429 if there is no room, 400 if never.
+
+        429 as well if the backlog will not have let them begin within `max_wait_s`.
+        """
         self.check_open()
         if sequences > self._limit:
             raise ApiError(
@@ -56,6 +59,14 @@ class Admission:
                 429,
                 f"the queue is full: {self._open} sequences are open, at most {self._limit} may be",
                 code="queue_full",
+                retry_s=self.retry_s,
+            )
+        if max_wait_s is not None and (wait_s := self._wait_s(sequences)) > max_wait_s:
+            raise ApiError(
+                429,
+                f"the backlog takes about {wait_s:.1f} s, the request can wait {max_wait_s:g} s",
+                param="max_wait",
+                code=OVERDUE,
                 retry_s=self.retry_s,
             )
         self._open += sequences
@@ -80,6 +91,11 @@ class Admission:
         if self._mean_s is None:
             return RETRY_S
         return min(MAX_RETRY_S, max(1, math.ceil(self._mean_s * self._open / self._running)))
+
+    def _wait_s(self, sequences: int) -> float:
+        """Seconds until so many more can begin, as far as one can tell."""
+        ahead = self._open + sequences - self._running
+        return max(0, ahead) * (self._mean_s or 0.0) / self._running
 
     async def drain(self, timeout_s: float) -> int:
         """Let nobody in and wait until all have left, at most so long; how many sequences are still open."""

@@ -44,6 +44,7 @@ class Job:
     shape     how to write the answer to these requests
     details   whether pieces without text matter: their logprobs or ids were asked for
     prompt    the field that holds the prompt, for errors
+    max_wait_s  how long it can wait for its turn; None: as long as it takes
     """
 
     prompts: int
@@ -54,6 +55,7 @@ class Job:
     include_usage: bool
     details: bool
     prompt: str
+    max_wait_s: float | None = None
 
     @property
     def sequences(self) -> int:
@@ -94,7 +96,7 @@ class Answer(Response):
             engine = service.ready()
             frontend = engine.frontend
             await self._let_others_leave()
-            with service.admission.admit(job.sequences):
+            with service.admission.admit(job.sequences, job.max_wait_s):
                 requests = await asyncio.to_thread(job.prepare, frontend)
                 if leaving.done():  # while we were encoding, and it has not been our turn to be cancelled yet
                     raise asyncio.CancelledError

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ...engine.frontend import Frontend, Generation, TextDelta
 from ...engine.request import FinishReason, Output, Request
-from .errors import ApiError, of_failed_sequence
+from .errors import ApiError, of_failed_sequence, overdue
 
 
 class Mailbox:
@@ -103,6 +103,9 @@ class Deltas:
             if delta is None:
                 continue
             if delta.finish is not None:
+                if delta.finish is FinishReason.OVERDUE:
+                    self._error = overdue(delta.error)
+                    break
                 if delta.finish in (FinishReason.ERROR, FinishReason.ABORT):
                     message = delta.error or "the request was aborted"
                     self._error = of_failed_sequence(message, self._frontend.client.failure)

@@ -13,6 +13,7 @@ from ...engine.request import ParameterError
 from ...kernels.errors import CapacityError, EngineDead, LlmctlError, UsageError
 
 ENGINE_DEAD = "engine_dead"
+OVERDUE = "max_wait_exceeded"
 RETRY_S = 5  # what to wait when nothing is known about how long it takes
 
 
@@ -74,6 +75,11 @@ def shutting_down(message: str) -> ApiError:
 def of_failed_sequence(message: str, failure: EngineDead | None) -> ApiError:
     """The answer when the engine ended a sequence with an error; `failure` says why if the engine itself has ended."""
     return ApiError(500, message, code="generation_failed") if failure is None else engine_dead(failure.message)
+
+
+def overdue(message: str) -> ApiError:
+    """The answer when a request's turn did not come in time."""
+    return ApiError(429, message, param="max_wait", code=OVERDUE, retry_s=RETRY_S)
 
 
 def bug(error: Exception) -> ApiError:

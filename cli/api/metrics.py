@@ -118,6 +118,9 @@ class _EngineCollector(Collector):
             ("kv_blocks_cached", "KV blocks that only the prefix cache holds.", stats.blocks_cached),
             ("kv_fragmentation", "Share of the blocks not in use that are in no run of 16.", stats.fragmentation),
             ("kv_waste", "Share of the positions in used blocks that hold no token.", stats.waste),
+            ("scheduler_share", "Share of scheduling in the steps' time.", stats.scheduler_s / (stats.step_s or 1)),
+            ("swap_blocks", "KV blocks that the swap space takes.", stats.tier_blocks),
+            ("swap_blocks_used", "KV blocks that are there.", stats.tier_blocks_used),
             ("last_step_age_seconds", "Since the engine's last step; 0 when idle.", stats.last_step_age_s),
         ):  # fmt: skip
             gauge = GaugeMetricFamily(f"llmctl:{name}", text, labels=("model_name",))
@@ -131,13 +134,31 @@ class _EngineCollector(Collector):
             ("cache_audits", "Prefix hits that were computed again.", stats.cache_audits),
             ("cache_audit_failures", "Those that had other bits.", stats.cache_audit_failures),
             ("num_preemptions", "Sequences that had to give their memory up for a while.", stats.preemptions),
+            ("recomputed_tokens", "Tokens computed again after their sequence made room.", stats.recomputed_tokens),
+            ("swap_writes", "Blocks written to the swap space as they were thrown out.", stats.tier_writes),
+            ("swap_clean_drops", "Blocks thrown out whose copy was there already.", stats.tier_clean_drops),
+            ("swap_hits", "Blocks read back from the swap space.", stats.tier_hits),
+            ("swap_failures", "Blocks that could not be written, or had changed when read.", stats.tier_failures),
+            ("swapped_out_bytes", "Bytes written to the swap space.", stats.swapped_out_bytes),
+            ("swapped_in_bytes", "Bytes read back from it.", stats.swapped_in_bytes),
             ("kv_evictions", "Cached blocks that were thrown out.", stats.evictions),
             ("kv_evicted_reused", "Blocks that came back after they were thrown out.", stats.evicted_reused),
             ("spec_decode_num_drafts", "Rows of steps that held drafts.", stats.drafts),
             ("spec_decode_num_draft_tokens", "Tokens drafted.", stats.draft_tokens),
             ("spec_decode_num_accepted_tokens", "Drafted tokens that stood.", stats.accepted_tokens),
             ("engine_steps", "Steps of the engine.", stats.steps),
+            ("step_seconds", "Time of these steps, scheduling included.", stats.step_s),
+            ("spec_decode_draft_seconds", "Of it in a draft model.", stats.draft_s),
+            ("scheduler_seconds", "Of it in the scheduler and the prefix tree.", stats.scheduler_s),
         ):
             counter = CounterMetricFamily(f"llmctl:{name}", text, labels=("model_name",))
             counter.add_metric((self._model,), value)
             yield counter
+        by_place = CounterMetricFamily(
+            "llmctl:spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that stood, by their place in a draft.",
+            labels=("model_name", "position"),
+        )
+        for place, stood in enumerate(stats.accepted_per_position):
+            by_place.add_metric((self._model, str(place)), stood)
+        yield by_place

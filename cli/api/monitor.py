@@ -13,9 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ...engine.client import EngineClient
 from ...engine.messages import EngineStats
+from ...engine.schedule.states import SequenceState
 from ...kernels.errors import EngineDead
 
 PERIOD_S = 1.0
+STATES_S = 30.0  # how long one who asks for states waits: a step may take that long
 PATIENCE_S = 0.5  # how long an endpoint waits for fresh figures before it shows the last ones
 
 
@@ -50,6 +52,14 @@ class Monitor:
             question, self._question = self._question, None
             if not isinstance(question.exception(), EngineDead):  # the client's `failure` tells of that
                 self._stats = question.result()
+
+    async def states(self, patience_s: float = STATES_S) -> tuple[SequenceState, ...] | None:
+        """Every sequence's state, None if the engine does not answer in time."""
+        try:
+            async with asyncio.timeout(patience_s):
+                return await asyncio.get_running_loop().run_in_executor(self._thread, self._client.states)
+        except (TimeoutError, EngineDead):
+            return None
 
     async def watch(self) -> None:
         """Ask again and again, until cancelled or the engine has ended."""

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ...engine.request import FinishReason
+from ...engine.schedule.states import SequenceState
 
 
 class PromptDetails(msgspec.Struct):
@@ -159,6 +160,12 @@ class Health(msgspec.Struct):
     steps: int = 0
     running: int = 0
     waiting: int = 0
+
+
+class Sequences(msgspec.Struct):
+    """What `/debug/requests` shows; those that have ended come first."""
+
+    sequences: tuple[SequenceState, ...]
 
 
 class Version(msgspec.Struct):

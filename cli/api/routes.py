@@ -21,7 +21,7 @@ from .answer import Answer, Job
 from .chat_shape import ChatShape
 from .errors import ApiError, of_llmctl
 from .journal import Record
-from .responses import Detokenized, Model, ModelList, Tokens, Version
+from .responses import Detokenized, Model, ModelList, Sequences, Tokens, Version
 from .schema import ChatRequest, CompletionRequest, DetokenizeRequest, Generate, TokenizeRequest, decode
 from .service import Service
 from .shape import Heading, Shape
@@ -52,6 +52,8 @@ class Endpoints:
         ]
         if self._service.settings.metrics:
             table.append(("/metrics", self.metrics, "GET"))
+        if self._service.settings.debug_requests:
+            table.append(("/debug/requests", self.debug_requests, "GET"))
         return [Route(path, endpoint, methods=[method]) for path, endpoint, method in table]
 
     async def chat_completions(self, http: HttpRequest) -> Response:
@@ -179,6 +181,12 @@ class Endpoints:
         await self._service.refresh()
         return Response(self._service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
 
+    async def debug_requests(self, http: HttpRequest) -> Response:
+        """Every sequence that has not ended and the last that have, with all states so far."""
+        self._enter(http, "/debug/requests")
+        self._service.loaded()
+        return _json(Sequences(await self._service.states()))
+
     def _enter(self, http: HttpRequest, endpoint: str) -> Record:
         """The request's record, after its key was checked."""
         record = _record(http)
@@ -216,7 +224,15 @@ def _job(
         include_usage=_wants_usage(asked),
         details=asked.logprobs not in (None, False) or bool(asked.return_token_ids),
         prompt=field,
+        max_wait_s=_max_wait(asked),
     )
+
+
+def _max_wait(asked: Generate) -> float | None:
+    """How long the request can wait. ApiError 400 for what is no time."""
+    if asked.max_wait is not None and not 0 <= asked.max_wait < 1e9:
+        raise ApiError(400, f"`max_wait` is {asked.max_wait:g}, it must be 0 or more seconds", param="max_wait")
+    return asked.max_wait
 
 
 async def _body(http: HttpRequest) -> bytes:
@@ -239,6 +255,7 @@ def _request(
         request_id=f"{record.id}-{number}",
         tenant=record.tenant,
         priority=asked.priority or 0,
+        max_wait_s=asked.max_wait,
         salt=asked.cache_salt or "",
     )
 

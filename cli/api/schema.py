@@ -57,6 +57,7 @@ class Generate(Strict):
     stream_options: StreamOptions | None = None
     user: str | None = None
     priority: int | None = None
+    max_wait: float | None = None  # seconds
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     # Nothing in the answer depends on these.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ...engine.frontend import Frontend
 from ...engine.request import SamplingParams
+from ...engine.schedule.states import SequenceState
 from .admission import Admission
 from .deltas import Mailbox
 from .errors import ENGINE_DEAD, RETRY_S, ApiError, engine_dead, shutting_down
@@ -23,6 +24,9 @@ class _Engine:
     frontend: Frontend
     mailbox: Mailbox
     monitor: Monitor
+
+
+HEALTH_S = 0.02  # that `/health` waits for fresh figures: it is for whoever wants to know soon; others are a second old
 
 
 class Service:
@@ -73,8 +77,8 @@ class Service:
         """Whether the engine makes progress."""
         if self._engine is None:
             return Health("loading", self._loading)
-        await self.refresh()
         monitor = self._engine.monitor
+        await monitor.refresh(HEALTH_S)
         stats, age = monitor.stats, monitor.last_step_age_s
         status, detail = "ok", ""
         if (failure := self._engine.frontend.client.failure) is not None:
@@ -89,6 +93,14 @@ class Service:
         """Let the engine's figures be as they are now, if it answers soon."""
         if self._engine is not None:
             await self._engine.monitor.refresh()
+
+    async def states(self) -> tuple[SequenceState, ...]:
+        """Every sequence's state. ApiError 503 if the engine does not answer soon."""
+        assert self._engine is not None, "asked before `loaded`"
+        states = await self._engine.monitor.states()
+        if states is None:
+            raise ApiError(503, "the engine is in the middle of a long step", code="busy", retry_s=RETRY_S)
+        return states
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. ApiError 404 for a model that is not served; naming none is allowed."""

@@ -15,6 +15,7 @@ class ServeSettings:
     shutdown_timeout_s  how long a SIGTERM waits for open requests
     stuck_after_s       without a step for so long, `/health` fails
     chat_template       used instead of the model's own
+    debug_requests      serve `/debug/requests`, which shows whose requests there are
     model_defaults      unset sampling fields are what the model's makers recommend, else what the OpenAI API says
     """
 
@@ -32,5 +33,6 @@ class ServeSettings:
     stuck_after_s: float = 60.0
     log_requests: bool = True
     metrics: bool = True
+    debug_requests: bool = False
     chat_template: str | None = None
     model_defaults: bool = True

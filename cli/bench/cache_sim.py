@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 
 from ...engine.schedule.blocks import BlockPool, BlockState
-from ...engine.schedule.prefix import Node, PrefixTree
+from ...engine.schedule.node import Node
+from ...engine.schedule.prefix import PrefixTree
 from ...kernels.errors import UsageError
 
 SHARES = (1, 2, 5, 10, 20, 50, 100)  # cache sizes by default, in percent of the trace's distinct blocks

@@ -88,6 +88,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 
     acceptance  share of the drafted tokens that stood, None if there were none
     length      mean number of tokens that a row with drafts gave
+    places      of all drafts, the share whose first, second, ... token stood
     """
 
     drafts: int
@@ -95,6 +96,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     accepted_tokens: int
     acceptance: float | None
     length: float | None
+    places: tuple[float, ...] = ()
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +147,7 @@ def speculation(stats: EngineStats) -> Speculation:
         accepted_tokens=stats.accepted_tokens,
         acceptance=stats.accepted_tokens / stats.draft_tokens if stats.draft_tokens else None,
         length=1 + stats.accepted_tokens / stats.drafts if stats.drafts else None,
+        places=tuple(stood / stats.drafts for stood in stats.accepted_per_position),
     )
 
 

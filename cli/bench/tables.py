@@ -35,7 +35,8 @@ def show(console: Console, report: Report) -> None:
         if (drafted := report.speculation) is not None and drafted.length is not None:
             console.data(
                 f"speculation: {drafted.draft_tokens} tokens drafted in {drafted.drafts} drafts, "
-                f"{drafted.acceptance:.0%} accepted, {drafted.length:.2f} tokens a step with drafts"
+                f"{drafted.acceptance:.0%} accepted, {drafted.length:.2f} tokens a step with drafts; "
+                f"by place in the draft {', '.join(f'{share:.0%}' for share in drafted.places)} stood"
             )
     console.data(_asked(report.workload))
     for note in report.workload.notes:

@@ -43,7 +43,7 @@ def as_json(diagnosis: Diagnosis) -> dict[str, object]:
 
 def show(console: Console, diagnosis: Diagnosis) -> None:
     """Print the diagnosis: tables on stdout, each problem as an error on stderr."""
-    from ...engine.budget import format_bytes
+    from ...engine.sizes import format_bytes
 
     machine = diagnosis.machine
     caches = ", ".join(

@@ -24,8 +24,8 @@ SHOWN_KEY = 12  # characters of a key that tables show; any unambiguous beginnin
 @models.command("list")
 def list_models(context: typer.Context, json: Json = False) -> None:
     """Show the packed models on this machine."""
-    from ...engine.budget import format_bytes
     from ...engine.load.packed import list_entries
+    from ...engine.sizes import format_bytes
 
     console: Console = context.obj
     entries = list_entries(environment().cache)
@@ -105,8 +105,8 @@ def prune(
 
     Downloads are left alone. Whatever is needed again is packed again.
     """
-    from ...engine.budget import format_bytes
     from ...engine.load import packed
+    from ...engine.sizes import format_bytes
 
     console: Console = context.obj
     cache = environment().cache

@@ -15,8 +15,9 @@ from ..console import Console
 from ..options import Json, MemoryOptions
 
 if TYPE_CHECKING:
-    from ...engine.budget import MemoryBudget
+    from ...engine.budget import DraftShare, MemoryBudget, ModelSize
     from ...engine.load.hub import Source
+    from ...engine.load.progress import Progress
     from ...engine.models.arch import DecoderSpec
     from ...quant.formats.stored import StoredTensor
 
@@ -38,20 +39,48 @@ def plan(context: typer.Context, config: MemoryOptions, json: Json = False) -> N
     Only headers are read; a model that is not on this machine is fetched first.
     """
     from ...engine.budget import memory_budget
-    from ...engine.load.hub import resolve
-    from ...engine.load.model import why_transformers
+    from ...engine.load.disk import check_swap_room
     from ...kernels.device import read_machine
 
     console: Console = context.obj
     with console.progress() as progress:
-        source = resolve(config.model, environment=environment(), progress=progress)
-    why = why_transformers(source, config.model_impl)
-    spec, size = outline_of_modules(source, why, config) if why else outline(source, config)
-    budget = memory_budget(spec, size.bytes, tuple(size.formats), config, read_machine().memory_available)
+        source, draft = sources(config, progress)
+    spec, size = described(source, config)
+    beside = None if draft is None else model_size(draft, config)
+    budget = memory_budget(spec, size.bytes, tuple(size.formats), config, read_machine().memory_available, beside)
+    if budget.tier_blocks:
+        check_swap_room(environment().cache, budget.tier_bytes)
     if json:
         console.json(as_json(source.name, size, budget))
     else:
         show(console, source.name, size, budget)
+
+
+def sources(config: EngineConfig, progress: Progress) -> tuple[Source, Source | None]:
+    """Where the model is, and its draft model if it has one."""
+    from ...engine.load.hub import resolve
+
+    settings, speculation = environment(), config.speculative_config
+    source = resolve(config.model, environment=settings, progress=progress)
+    if speculation.method != "draft_model":
+        return source, None
+    return source, resolve(speculation.model, environment=settings, progress=progress)
+
+
+def described(source: Source, config: EngineConfig) -> tuple[DecoderSpec, PackedSize]:
+    """What the engine would make of the model."""
+    from ...engine.load.model import why_transformers
+
+    why = why_transformers(source, config.model_impl)
+    return outline_of_modules(source, why, config) if why else outline(source, config)
+
+
+def model_size(draft: Source, config: EngineConfig) -> ModelSize:
+    """What the engine would make of the draft model."""
+    from ...engine.budget import ModelSize
+
+    spec, size = described(draft, config)
+    return ModelSize(spec, size.bytes, tuple(size.formats))
 
 
 def outline(source: Source, config: EngineConfig) -> tuple[DecoderSpec, PackedSize]:
@@ -99,24 +128,41 @@ def as_json(model: str, size: PackedSize, budget: MemoryBudget) -> dict[str, obj
         "reserve_bytes": budget.reserve,
         "total_bytes": budget.total,
         "kv_format": budget.kv_format,
+        "kv_formats": list(budget.kv_formats),
         "kv_bytes_per_token": budget.kv_bytes_per_token,
         "block_size": budget.block_size,
         "bytes_per_block": budget.bytes_per_block,
         "num_blocks": budget.num_blocks,
+        "swap_blocks": budget.tier_blocks,
+        "swap_bytes": budget.tier_bytes,
         "max_model_len": budget.max_model_len,
+        "draft": None if budget.draft is None else draft_json(budget.draft),
         "sequences": {str(length): budget.sequences(length) for length in lengths(budget)},
+    }
+
+
+def draft_json(draft: DraftShare) -> dict[str, object]:
+    """What of the plan's bytes is the draft model's."""
+    return {
+        "weight_bytes": draft.weights,
+        "workspace_bytes": draft.workspace,
+        "kv_format": draft.kv_format,
+        "kv_bytes_per_token": draft.kv_bytes_per_token,
     }
 
 
 def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget) -> None:
     """Print the plan as tables."""
-    from ...engine.budget import format_bytes
+    from ...engine.sizes import format_bytes
 
     formats = ", ".join(f"{count} {name}" for name, count in size.formats.items())
+    kept = [kind for kind in budget.kv_formats if kind != budget.kv_format]
     pool = (
-        f"{budget.num_blocks} blocks of {budget.block_size} tokens in {budget.kv_format}, "
-        f"{format_bytes(budget.kv_bytes_per_token)} per token"
+        f"{budget.num_blocks} blocks of {budget.block_size} tokens in {budget.kv_format}"
+        + (f" ({len(kept)} layers in {kept[0]}), " if kept else ", ")
+        + f"{format_bytes(budget.kv_bytes_per_token)} per token"
     )
+    swap = f"swap space: {budget.tier_blocks} more blocks, {budget.tier_blocks * budget.block_size} tokens"
     console.table(
         ["memory", ">size", ""],
         [
@@ -124,7 +170,9 @@ def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget) -
             *(["", "", rounding] for rounding in size.roundings),
             ["KV cache", format_bytes(budget.kv_bytes), pool],
             ["workspace", format_bytes(budget.workspace), "activations, logits and tables"],
+            *([] if budget.draft is None else [draft_row(budget.draft)]),
             ["together", format_bytes(budget.total), ""],
+            *([["on disk", format_bytes(budget.tier_bytes), swap]] if budget.tier_blocks else []),
             ["available", format_bytes(budget.available), f"of which {format_bytes(budget.reserve)} stay in reserve"],
         ],
         title=model,
@@ -133,6 +181,14 @@ def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget) -
         [">tokens per sequence", ">sequences at once"],
         [[str(length), str(budget.sequences(length))] for length in lengths(budget)],
     )
+
+
+def draft_row(draft: DraftShare) -> list[str]:
+    """The draft model's part of the rows above, in one line."""
+    from ...engine.sizes import format_bytes
+
+    kv = f"{format_bytes(draft.kv_bytes_per_token)} per token of KV cache in {draft.kv_format}"
+    return ["of which draft", format_bytes(draft.weights + draft.workspace), f"weights and workspace; besides, {kv}"]
 
 
 def lengths(budget: MemoryBudget) -> list[int]:

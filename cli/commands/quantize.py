@@ -83,7 +83,7 @@ def announce(console: Console, work: Work, asked: Asked) -> None:
 
 def show_plan(console: Console, work: Work, asked: Asked, available: int, json: bool) -> None:
     """What `--dry-run` prints."""
-    from ...engine.budget import format_bytes
+    from ...engine.sizes import format_bytes
     from ..quantize.preflight import free_bytes, linear_bits
     from ..quantize.report import title
 

@@ -11,12 +11,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...engine.assemble import assemble
-from ...engine.config import EngineConfig
+from ...engine.config import NO_SPECULATION, EngineConfig
 from ...engine.engine import Core
+from ...engine.load.golden import Golden
 from ...engine.load.packed import PackedModel
 from ...engine.load.progress import Progress
+from ...engine.plan import resolve
 from ...engine.process import new_epoch
 from ...engine.request import Request, SamplingParams
+from ...engine.runner.golden import make_golden
+from ...engine.runner.runner import Runner
 from ...engine.score import Scorer
 from ...kernels.errors import CheckpointError
 from ...kernels.ops import I32Array
@@ -48,6 +52,19 @@ def measure_quality(
         progress("measuring quality", len(windows), len(windows))
 
     return compare(reference.logits, product.logits, told())
+
+
+def golden_logits(quantized: PackedModel, prompt: I32Array, threads: int) -> Golden:
+    """What the product gives for the beginning of a text, to be compared whenever it is loaded."""
+    count = min(_PROMPT, len(prompt), quantized.spec.context_length)
+    plan, _ = resolve(
+        EngineConfig(
+            threads=threads, max_model_len=count, max_num_seqs=count, num_gpu_blocks_override=1,
+            speculative_config=NO_SPECULATION,
+        ),
+        quantized,
+    )  # fmt: skip
+    return make_golden(Runner(quantized, plan), plan, tuple(prompt[:count].tolist()), quantized.spec.vocab_size)
 
 
 def measure_speed(before: PackedModel, after: PackedModel, prompt: I32Array, threads: int) -> DecodeSpeed:

@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...engine.budget import format_bytes
 from ...engine.load.checkpoint import Checkpoint
 from ...engine.score import ROWS
+from ...engine.sizes import format_bytes
 from ...kernels.errors import CapacityError, UsageError
 from ...kernels.formats import WeightFormat
+from ...quant.card import CARD_NAME
 from ...quant.formats.safetensors_write import PlannedTensor
-from ...quant.save import CARD_NAME, plan_awq
+from ...quant.save import plan_awq
 from ...quant.scheme import quantized_linears
 from .asked import SAMPLES, SEQLEN, Asked
 from .text import check_name

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ... import __version__
-from ...engine.budget import format_bytes
+from ...engine.sizes import format_bytes
 from ...quant.calibrate import LinearReport
 from ...quant.quality import Comparison
 from ...quant.scheme import Scheme

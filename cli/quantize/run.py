@@ -13,7 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from ...engine.config import Environment
+from ...engine.load.golden import KEY
 from ...engine.load.hub import Source
 from ...engine.load.packed import open_packed
 from ...engine.load.progress import Progress
@@ -22,7 +25,7 @@ from ...quant.quality import Comparison
 from ...quant.save import write_card
 from ...quant.staging import staged_folder
 from .asked import Asked
-from .measure import DecodeSpeed, measure_quality, measure_speed
+from .measure import DecodeSpeed, golden_logits, measure_quality, measure_speed
 from .preflight import Work
 from .report import make_card, metrics
 from .sampled import write_text
@@ -65,10 +68,11 @@ def run(work: Work, asked: Asked, settings: Environment, progress: Progress) -> 
             if work.is_dequantized:
                 reference = open_packed(source, dtype="float32", cache=scratch, progress=progress)
             quality = measure_quality(reference, quantized, samples.evaluation, asked.threads, progress)
+            golden = golden_logits(quantized, samples.evaluation[0], asked.threads)
             speed = measure_speed(original, quantized, samples.evaluation[0], asked.threads)
         seconds = time.monotonic() - started
         card = make_card(work, asked.scheme, asked.seed, samples, reports, quality, speed, seconds)
-        write_card(staging, card)
+        write_card(staging, {**card, KEY: msgspec.to_builtins(golden)})
     return Outcome(samples, quality, speed, card, metrics(work, quality, speed))
 
 

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from ...kernels.errors import CapacityError
-from ..budget import format_bytes
+from ..sizes import format_bytes
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _TEXTS = ("[errno 28]", "no space left on device", "disk quota exceeded")
@@ -22,6 +22,11 @@ def check_room(folder: Path, needed: int, what: str, remedy: str = _REMEDY) -> N
     """Raise CapacityError if the disk of `folder`, which need not exist yet, has fewer than `needed` bytes free."""
     if needed > free_bytes(folder):
         raise disk_full(folder, needed, what, remedy)
+
+
+def check_swap_room(folder: Path, needed: int) -> None:
+    """Raise CapacityError if a swap space of so many bytes in `folder` is more than its disk has free."""
+    check_room(folder, needed, "swapped KV blocks", "lower --swap-space, or let LLMCTL_CACHE name another folder")
 
 
 def disk_full(folder: Path, needed: int, what: str, remedy: str = _REMEDY) -> CapacityError:

@@ -16,6 +16,7 @@ from ...kernels.ops import Batch, KVLayer
 from ..models.arch import DecoderSpec
 from ..models.decoder import Decoder, Limits
 from ..models.families import decoder_spec, language_part
+from .golden import Golden
 from .hub import Source
 from .packed import open_packed
 from .progress import Progress
@@ -32,6 +33,7 @@ class Model(Protocol):
     weight_bytes    what its weights take in memory; `weight_formats` are the names of their formats
     folder          holds its tokenizer and chat template
     digest          the hash of everything that it is made of
+    golden          logits that it gave when it was measured, if it was
     """
 
     @property
@@ -42,6 +44,8 @@ class Model(Protocol):
     def folder(self) -> Path: ...
     @property
     def digest(self) -> str: ...
+    @property
+    def golden(self) -> Golden | None: ...
     @property
     def implementation(self) -> str: ...
     @property

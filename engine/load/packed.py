@@ -38,6 +38,7 @@ from .entry import (
     read_chat,
     read_manifest,
 )
+from .golden import Golden, read_golden
 from .hub import Source
 from .progress import Progress, silent
 from .text import TEXT_FILES, ChatInfo
@@ -52,7 +53,7 @@ class PackedModel:
     """A model ready to run: `weights` and `vectors` are read-only views of one mapped file, by Hugging Face name.
 
     Without `lm_head.weight` the head is the embedding. `roundings` tell what of the checkpoint is not kept. `digest` is
-    the hash of everything the model is made of.
+    the hash of everything the model is made of. `golden` are logits that it should give.
     """
 
     name: str
@@ -64,6 +65,7 @@ class PackedModel:
     digest: str
     roundings: tuple[str, ...] = ()
     implementation: str = "llmctl"
+    golden: Golden | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -108,14 +110,14 @@ def open_packed(source: Source, *, dtype: str = "auto", cache: Path, progress: P
     for _ in range(2):  # a second time if another process removes the entry just when it is ready
         if folder.exists():
             try:
-                return _map(source.name, folder, read_manifest(folder))
+                return _map(source, folder, read_manifest(folder))
             except BadEntry as error:
                 log.warning("packed weights in %s are rebuilt: %s", folder, error)
         from .build import build_from_source  # brings the readers of all formats, which a warm start does without
 
         build_from_source(source, key, dtype, packed, progress or silent)
     try:
-        return _map(source.name, folder, read_manifest(folder))
+        return _map(source, folder, read_manifest(folder))
     except BadEntry as error:
         raise CheckpointError(f"the packed weights in `{folder}` do not stay whole: {error}") from error
 
@@ -192,7 +194,8 @@ def prune(cache: Path, keep: Collection[str] = ()) -> tuple[Entry, ...]:
     return removed
 
 
-def _map(name: str, folder: Path, manifest: Manifest) -> PackedModel:
+def _map(source: Source, folder: Path, manifest: Manifest) -> PackedModel:
+    name = source.name
     data = map_file(folder / WEIGHTS)
     if data.size != manifest.bytes:
         raise BadEntry(f"weights.bin has {data.size} bytes, expected {manifest.bytes}")
@@ -211,5 +214,6 @@ def _map(name: str, folder: Path, manifest: Manifest) -> PackedModel:
     for rounding in manifest.roundings:
         log.info("%s: %s", name, rounding)
     return PackedModel(
-        name, manifest.spec, weights, vectors, folder, read_chat(folder), manifest.digest, manifest.roundings
-    )
+        name, manifest.spec, weights, vectors, folder, read_chat(folder), manifest.digest, manifest.roundings,
+        golden=read_golden(source),
+    )  # fmt: skip

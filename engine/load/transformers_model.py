@@ -23,6 +23,7 @@ from ..models.hf import Description, build, describe
 from .build import build_entry
 from .checkpoint import Checkpoint
 from .entry import BadEntry, read_manifest
+from .golden import Golden
 from .hub import Source
 from .origin import values_of
 from .packed import entry_key
@@ -43,6 +44,7 @@ class TransformersModel:
     folder: Path
     digest: str
     implementation: str = "transformers"
+    golden: Golden | None = None  # nothing that it runs was quantized
 
     @property
     def spec(self) -> DecoderSpec:

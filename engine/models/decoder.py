@@ -53,6 +53,7 @@ class Decoder:
     """`program.replay()` computes `logits` [max_logit_rows, vocabulary padded to panels] for the rows in the batch.
 
     `ops` are in the order in which they run; `kinds` says what each is, alike in every layer ("norm", "linear q_proj").
+    `queries` are those of the layer that ran last, as it attends with them; None if they are not to be had.
     """
 
     program: Program
@@ -60,6 +61,7 @@ class Decoder:
     kinds: tuple[str, ...]
     logits: F32Array
     hidden: F32Array
+    queries: F32Array | None = None
 
 
 def build_decoder(
@@ -115,7 +117,7 @@ class _Builder:
         self.norm("model.norm", hidden, act, logit_rows_only=True)
         self.add("linear", LinearArgs(self.batch, act, head, None, logits, False, True), "lm_head")
         program = registry.record(self.ops, self.batch, kernels=self.kernels)
-        return Decoder(program, tuple(self.ops), tuple(self.kinds), logits, hidden)
+        return Decoder(program, tuple(self.ops), tuple(self.kinds), logits, hidden, self.buffers["q"])
 
     def attention(self, layer: int, hidden: F32Array) -> None:
         spec, kv = self.spec, self.kv[layer]

@@ -7,6 +7,7 @@ swapping or exporting a block is one stretch of memory. Blocks are zero when the
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 from dataclasses import dataclass
 
@@ -26,15 +27,17 @@ class KVGroup:
     block_size: int
     num_kv_heads: int
     head_dim: int
-    format: KVFormat
+    formats: tuple[KVFormat, ...]  # of each layer
 
     @property
-    def bytes_per_layer(self) -> int:
-        return 2 * self.num_kv_heads * self.block_size * self.format.head_bytes(self.head_dim)
+    def offsets(self) -> tuple[int, ...]:
+        """Where each layer begins in a block, in bytes, and where the last one ends."""
+        sizes = (2 * self.num_kv_heads * self.block_size * kv.head_bytes(self.head_dim) for kv in self.formats)
+        return tuple(itertools.accumulate(sizes, initial=0))
 
     @property
     def bytes_per_block(self) -> int:
-        return self.bytes_per_layer * len(self.layers)
+        return self.offsets[-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,19 +57,35 @@ def allocate(index: int, group: KVGroup, num_blocks: int, kernels: str) -> Group
     arena = np.frombuffer(_zero_pages(num_blocks * stride), np.uint8)
     layers = {
         layer: KVLayer(
-            arena, stride, place * group.bytes_per_layer, group.block_size, group.num_kv_heads, group.head_dim,
-            group.format, index,
+            arena, stride, offset, group.block_size, group.num_kv_heads, group.head_dim, form, index
         )
-        for place, layer in enumerate(group.layers)
+        for layer, form, offset in zip(group.layers, group.formats, group.offsets[:-1], strict=True)
     }  # fmt: skip
-    copy = registry.bind(
-        "kv_copy",
-        KVCopyArgs(
-            arena, stride, len(group.layers), group.block_size, group.num_kv_heads, group.head_dim, group.format
-        ),
-        kernels=kernels,
-    )
-    return GroupCache(group, num_blocks, arena, layers, copy)
+    return GroupCache(group, num_blocks, arena, layers, _block_copy(arena, group, kernels))
+
+
+def _block_copy(arena: U8Array, group: KVGroup, kernels: str) -> KVCopy:
+    """One copy for each run of layers of the same format, together."""
+    copies = []
+    place = 0
+    for form, run in itertools.groupby(group.formats):
+        count = len(tuple(run))
+        args = KVCopyArgs(
+            arena, group.bytes_per_block, count, group.block_size, group.num_kv_heads, group.head_dim, form,
+            group.offsets[place],
+        )  # fmt: skip
+        copies.append(registry.bind("kv_copy", args, kernels=kernels))
+        place += count
+    return copies[0] if len(copies) == 1 else _Copies(tuple(copies))
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    parts: tuple[KVCopy, ...]
+
+    def __call__(self, source: int, target: int, tokens: int) -> None:
+        for part in self.parts:
+            part(source, target, tokens)
 
 
 def _zero_pages(size: int) -> mmap.mmap:

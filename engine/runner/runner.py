@@ -6,8 +6,11 @@ or from a recording.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 
@@ -22,6 +25,8 @@ from ..sample.slots import make_slots
 from ..schedule.step import Step, StepResult
 from .cache import KVGroup, allocate
 from .inputs import apply_deltas, fill_batch
+from .steering import key_steerings
+from .tier_store import TierStore, open_tier
 
 
 class Runner:
@@ -31,7 +36,7 @@ class Runner:
         spec = model.spec
         group = KVGroup(
             "full", tuple(range(spec.num_layers)), plan.block_size, spec.num_kv_heads, spec.head_dim,
-            KVFormat(plan.kv_format),
+            tuple(KVFormat(kind) for kind in plan.kv_formats),
         )  # fmt: skip
         self.groups = (allocate(0, group, plan.num_blocks, plan.kernels),)
         max_blocks = -(-plan.max_model_len // plan.block_size)
@@ -39,13 +44,23 @@ class Runner:
         self._batch = make_batch(
             plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_logit_rows, self._slots.tables
         )
+        steered = key_steerings(model, plan)
         self.decoder = model.build(
             self._batch,
-            {layer: kv for cache in self.groups for layer, kv in cache.layers.items()},
+            {
+                layer: replace(kv, steering=steered.get(layer))
+                for cache in self.groups
+                for layer, kv in cache.layers.items()
+            },
             Limits(plan.max_num_batched_tokens, plan.max_logit_rows, plan.max_model_len, plan.threads),
             plan.kernels,
         )
         self._sampler = Sampler(self._batch, self.decoder.logits, spec.vocab_size, self._slots, plan.kernels)
+        self._tier = (
+            open_tier(Path(plan.tier_folder), self.groups, plan.tier_blocks, plan.block_size)
+            if plan.tier_blocks
+            else None
+        )
         self._worker = ThreadPoolExecutor(1, "llmctl-runner") if plan.async_depth > 1 else None
 
     def submit(self, step: Step) -> Pending:
@@ -58,6 +73,8 @@ class Runner:
 
     def execute(self, step: Step) -> StepResult:
         """Apply the step's deltas, compute its chunks, sample."""
+        if self._tier is not None:
+            return self._execute_with_tier(step, self._tier)
         self.forward(step)
         return StepResult(step.index, self._sampler.sample(step.chunks))
 
@@ -75,9 +92,24 @@ class Runner:
         return self.decoder.logits[: sum(chunk.count - chunk.logits_from for chunk in step.chunks)]
 
     def close(self) -> None:
-        """Wait for what was submitted and stop the worker thread."""
+        """Wait for what was submitted, stop the worker thread and give tier 2's file back."""
         if self._worker is not None:
             self._worker.shutdown()
+        if self._tier is not None:
+            self._tier.close()
+
+    def _execute_with_tier(self, step: Step, tier: TierStore) -> StepResult:
+        """As `execute`, with the step's swaps before it and the time that both took.
+
+        A block is swapped before the deltas are applied, which touch no block.
+        """
+        started = time.perf_counter_ns()
+        failed = tier.move(step.swaps) if step.swaps else ()
+        moved = time.perf_counter_ns()
+        self.forward(step)
+        chunks = self._sampler.sample(step.chunks) if step.chunks else ()
+        ended = time.perf_counter_ns()
+        return StepResult(step.index, chunks, failed, (moved - started) // 1000, (ended - moved) // 1000)
 
 
 class RecordingRunner:

@@ -46,7 +46,7 @@ class Admission:
         if alone:
             start = self.start(seq)
             if self.missing(seq) - len(start.columns) > available - self._memory.cost(start):
-                start = Start(start.columns, nodes=start.nodes[: len(start.columns)])
+                start = Start(start.columns, nodes=start.nodes[: len(start.columns)], asleep=start.asleep)
             return start
         slack = available - promised
         refused = self._refused

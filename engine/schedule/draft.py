@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 from array import array
-from typing import NamedTuple
+
+import msgspec
 
 from .memory import Start
-from .prefix import Column
+from .node import Column
 from .sequence import Sequence, slot_sampling
-from .step import Admit, Chunk, Copy, Step, TableDelta
+from .step import Admit, Chunk, Copy, Step, Swap, TableDelta
 
 
-class Row(NamedTuple):
+class Row(msgspec.Struct, frozen=True, gc=False):
     """A chunk and whose it is, kept until its result comes.
 
     `known`: after so many of the positions, the last that do not sample, the next token is known and its logprob is
@@ -33,13 +34,17 @@ class Draft:
 
     left        tokens of the step's budget that nobody has yet
     logits_left rows that may still have logits
-    promised    blocks that running sequences need soon, besides those they have
+    sampling    rows that sample after a known token
+    decodes     rows of one token, and `prompt_tokens` are those of all longer ones, drafts not counted
     """
 
     def __init__(self, budget: int, logit_rows: int) -> None:
         self.left = budget
         self.logits_left = logit_rows
-        self.promised = 0
+        self.sampling = 0
+        self.decodes = 0
+        self.prompt_tokens = 0
+        self._withheld = 0
         self.rows: list[Row] = []
         self._admits: list[Admit] = []
         self._copies: list[Copy] = []
@@ -55,31 +60,65 @@ class Draft:
                 self._copies.append(Copy(group, source, block, start.copied))
 
     def row(self, seq: Sequence, count: int, samples: bool, known: int) -> None:
-        """Compute `count` more positions of a sequence."""
-        self.rows.append(Row(seq, seq.scheduled, count, samples, known=known))
+        """Compute `count` more positions of a sequence, for which it may have got new blocks."""
+        self.rows.append(Row(seq, seq.scheduled, count, samples, (), known))
+        self._told.append(seq)
         self.left -= count
         self.logits_left -= samples + known
+        self.sampling += samples
+        if count == 1:
+            self.decodes += 1
+        else:
+            self.prompt_tokens += count
 
-    def speculate(self, place: int, drafts: tuple[int, ...]) -> None:
-        """Let the row at `place`, which samples, go on over proposed tokens."""
-        row = self.rows[place]
-        self.rows[place] = row._replace(tokens=row.tokens + len(drafts), drafts=drafts)
-        self.left -= len(drafts)
-        self.logits_left -= len(drafts)
+    @property
+    def decodes_left(self) -> int:
+        """Rows of one token that still fit."""
+        return min(self.left, self.logits_left)
 
-    def freeze(self, index: int, drop: tuple[int, ...]) -> Step:
+    def decoded(self, rows: int, sampling: int) -> None:
+        """So many rows of one token were added to `rows`, of sequences that had a block for it already."""
+        self.left -= rows
+        self.decodes += rows
+        self.logits_left -= sampling
+        self.sampling += sampling
+
+    def withhold(self, most: int) -> None:
+        """Let prompts have no more than `most` tokens of what is left, until `release`."""
+        self._withheld = max(self.left - most, 0)
+        self.left -= self._withheld
+
+    def release(self) -> None:
+        """What was withheld may be used."""
+        self.left += self._withheld
+
+    def speculate(self, place: int, drafts: tuple[int, ...]) -> int:
+        """Let the row at `place`, which samples, go on over proposed tokens; how many they are."""
+        row, count = self.rows[place], len(drafts)
+        self.rows[place] = msgspec.structs.replace(row, tokens=row.tokens + count, drafts=drafts)
+        self._told.append(row.seq)
+        row.seq.scheduled += count
+        self.left -= count
+        self.logits_left -= count
+        return count
+
+    def freeze(self, index: int, drop: tuple[int, ...], swaps: tuple[Swap, ...] = ()) -> Step:
         """The finished Step. Blocks are announced here, once per sequence and group, also of one that got no row."""
         tables: list[TableDelta] = []
-        for seq in (*self._told, *(row.seq for row in self.rows)):
+        for seq in self._told:
             if len(seq.blocks) > seq.announced:
                 for group, blocks in enumerate(zip(*seq.blocks[seq.announced :])):
                     tables.append(TableDelta(seq.slot, group, blocks))
                 seq.announced = len(seq.blocks)
         chunks = tuple(
-            Chunk(row.seq.slot, row.start, row.tokens, row.tokens - _logits(row), row.drafts, row.known)
-            for row in self.rows
+            [
+                Chunk(row.seq.slot, row.start, 1, 0)
+                if row.tokens == 1 and row.samples
+                else Chunk(row.seq.slot, row.start, row.tokens, row.tokens - _logits(row), row.drafts, row.known)
+                for row in self.rows
+            ]
         )
-        return Step(index, drop, tuple(self._admits), tuple(tables), tuple(self._copies), chunks)
+        return Step(index, drop, tuple(self._admits), tuple(tables), tuple(self._copies), chunks, swaps)
 
 
 def _logits(row: Row) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ...kernels.errors import CapacityError, UsageError
 from ..config import NO_SPECULATION, SpeculativeConfig
 from ..request import Request
+from .pace import PaceConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +24,12 @@ class SchedulerConfig:
     depth: int = 1
     epoch: int = 0
     eviction_k: int = 2  # K of LRU-K; 1 is LRU
+    tier_blocks: int = 0  # places for evicted blocks in tier 2, each of one block of every KV group
+    preemption_mode: str = "auto"
+    bytes_per_block: int = 0  # of all groups together, to tell what was swapped
     speculation: SpeculativeConfig = NO_SPECULATION
     max_logit_rows: int = 0  # rows with logits in one step; 0: as many as tokens
+    pace: PaceConfig | None = None  # of prompts beside decodes; None: whatever the token budget allows
     tenant_weights: tuple[tuple[str, float], ...] = ()  # shares of the fair queue; 1 for who is not named
 
     @property

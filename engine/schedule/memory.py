@@ -4,6 +4,10 @@ Every group has its own pool, and the scheduler moves through them in step: one 
 of each group. Memory is given in this order: free blocks, then evicted leaves of the tree, then the tree as a whole.
 The last is needed when a cached block stands above one in use that belongs to somebody else: two sequences computed the
 same content at once and kept a block each. Whatever is cached can therefore always be had, and `available` counts it.
+
+What eviction takes may be in tier 2 (`tier.py`). `wake` has it read back for a sequence that is about to be admitted,
+which waits for it; what is not there then is computed. So nothing is built on what was read before it is known to
+be right.
 """
 
 from __future__ import annotations
@@ -12,26 +16,44 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from .blocks import BlockPool, BlockState
-from .prefix import Column, Node, PrefixTree
+from .node import Column, Node
+from .prefix import PrefixTree
 from .sequence import Sequence
+from .step import StepResult
+from .swapping import SwapCost
+from .tier import Tier
 
 
 class Start(NamedTuple):
-    """What a sequence can begin with: whole blocks to share, and `copied` tokens to copy from `source`."""
+    """What a sequence can begin with: whole blocks to share, and `copied` tokens to copy from `source`.
+
+    `nodes` is the tree's path to them, the node of `source` included, and `asleep` what of the path only tier 2 has.
+    """
 
     columns: tuple[Column, ...]
     source: Column | None = None
     copied: int = 0
-    nodes: tuple[Node, ...] = ()  # the tree's path, the node of `source` included
+    nodes: tuple[Node, ...] = ()
+    asleep: tuple[Node, ...] = ()
 
 
 class KVMemory:
     """Block tables of sequences: begin, grow, publish, release. Mutates the block fields of a Sequence, no others."""
 
-    def __init__(self, num_blocks: tuple[int, ...], block_size: int, caching: bool, k: int) -> None:
+    def __init__(
+        self,
+        num_blocks: tuple[int, ...],
+        block_size: int,
+        caching: bool,
+        k: int,
+        tier_blocks: int = 0,
+        preemption_mode: str = "auto",
+    ) -> None:
         self.block_size = block_size
         self.pools = tuple(BlockPool(count) for count in num_blocks)
-        self.tree = PrefixTree(self.pools, block_size, k)
+        self.tier = Tier(tier_blocks)
+        self.tree = PrefixTree(self.pools, block_size, k, tier=self.tier)
+        self._cost = SwapCost(preemption_mode, block_size)
         self._caching = caching
         self._held: list[Column] = []
 
@@ -62,10 +84,58 @@ class KVMemory:
         So does every position of a prompt whose logprobs are wanted and have not been computed.
         """
         hit = self.tree.find(seq.request.salt, seq.tokens, seq.reusable)
+        if hit.nodes and not hit.nodes[-1].blocks:
+            there = next(place for place, node in enumerate(hit.nodes) if not node.blocks)
+            asleep = hit.nodes[there:] if hit.partial is None else (*hit.nodes[there:], hit.partial)
+            return Start(tuple(node.blocks for node in hit.nodes[:there]), nodes=hit.nodes[:there], asleep=asleep)
         columns = tuple(node.blocks for node in hit.nodes)
         if hit.partial is None:
             return Start(columns, nodes=hit.nodes)
+        if not hit.partial.blocks:
+            return Start(columns, nodes=hit.nodes, asleep=(hit.partial,))
         return Start(columns, hit.partial.blocks, hit.partial_tokens, (*hit.nodes, hit.partial))
+
+    def wake(self, seq: Sequence, start: Start) -> bool:
+        """Have tier 2 read what it has of a sequence's start, as far as there are blocks for it, some in each step.
+
+        Whether the sequence, which is affordable, should wait for it: while no more was read since it was queued than
+        it has blocks, lest what is read be evicted and read for ever. Somebody else's reads it waits for in any case.
+        """
+        if any(map(self.tier.is_read, start.asleep)):
+            return True
+        if not start.asleep or seq.woken >= self.blocks_for(len(seq.tokens)):
+            return False
+        nodes = start.asleep[: min(self._cost.blocks_at_once, max(self.available - self.cost(start), 0))]
+        if not nodes:
+            return False
+        seq.woken += len(nodes)
+        for column in start.columns:
+            self._share(column)
+        self.tier.hold(start.columns)
+        self.tier.renew(start.asleep)
+        self.tier.reserve(nodes)
+        for node, column in zip(nodes, self._take(len(nodes))):
+            if node.alive:
+                self.tier.read(node, column, seq.leader.order)
+                self.tier.hold((column,))
+            else:  # to have the blocks, the tree had to be flushed
+                self.tier.cancel(node)
+                self._release(column)
+        return self.tier.due
+
+    def settle(self, result: StepResult, tokens: int) -> None:
+        """The oldest step in flight, which computed so many tokens, has come back: its moves to and from tier 2 too."""
+        if not self.tier.ever:
+            return
+        settled = self.tier.settle(result.failed)
+        self._cost.learn(result.swap_us, settled.moves, result.compute_us, tokens)
+        for node in settled.lost:
+            self.tree.lose(node)
+        for node, _, column, request in settled.done:
+            if node.alive and not node.blocks:
+                self.tree.restore(node, column, request)
+        for column in settled.held:
+            self._release(column)
 
     def fork(self, other: Sequence, tokens: int) -> Start:
         """The start that another sequence's first `tokens` computed tokens give one that begins with them too."""
@@ -74,6 +144,10 @@ class KVMemory:
 
     def tokens_of(self, start: Start) -> int:
         return len(start.columns) * self.block_size + start.copied
+
+    def known_of(self, start: Start) -> int:
+        """Tokens that need not be computed, those that tier 2 has included."""
+        return self.tokens_of(start) + sum(len(node.tokens) for node in start.asleep)
 
     def cost(self, start: Start) -> int:
         """By how much `available` falls when the blocks of `start` are taken into use (new ones not counted)."""
@@ -114,7 +188,7 @@ class KVMemory:
         """Make the full blocks whose content is final known to the tree."""
         if not self._caching:
             return
-        if seq.cursor is not None and not seq.cursor.alive:  # a twin's block was evicted; our own one can stand in
+        if seq.cursor is not None and not seq.cursor.blocks:  # a twin's block was evicted; our own one can stand in
             seq.cursor, seq.published = None, 0
         size = self.block_size
         while (seq.published + 1) * size <= seq.computed:
@@ -130,6 +204,20 @@ class KVMemory:
         if seq.cursor is not None and seq.cursor.alive:
             self.tree.refresh(seq.cursor, seq.leader.order)
         self._drop(seq)
+
+    def preempt(self, seq: Sequence) -> None:
+        """As `release`, for a sequence that comes back: by its blocks in tier 2, or by computing what is gone.
+
+        Which of them is cheaper is decided here, and holds for what nobody else has used.
+        """
+        order, own = seq.leader.order, seq.blocks[seq.borrowed :]
+        self.release(seq)
+        seq.woken = 0
+        if self.tier.num_places and not self._cost.swap_is_cheaper:
+            for column in own:
+                node = self.tree.node_of(column[0])
+                if node is not None and node.owner == order:
+                    node.volatile = True
 
     def discard(self, seq: Sequence) -> None:
         """Take the blocks back and make the tree forget what this sequence put there: its content is in doubt."""

@@ -19,13 +19,17 @@ _BITS = 32  # of a token id in a key
 class NgramIndex:
     """The n-grams of one growing sequence of tokens. `longest` and `shortest` bound n."""
 
-    __slots__ = ("_grams", "_key", "_matched", "_seen", "_source", "longest", "shortest")
+    __slots__ = ("_grams", "_key", "_mask", "_matched", "_seen", "_source", "longest", "shortest")
 
     def __init__(self, longest: int, shortest: int) -> None:
         assert 1 <= shortest <= longest, (shortest, longest)
         self.longest = longest
         self.shortest = shortest
-        self._grams: tuple[dict[int, int], ...] = tuple({} for _ in range(shortest, longest + 1))
+        # for n from the longest down: the bits that n tokens take in a key, and the place after each n-gram
+        self._grams: tuple[tuple[int, int, dict[int, int]], ...] = tuple(
+            (n, (1 << _BITS * n) - 1, {}) for n in range(longest, shortest - 1, -1)
+        )
+        self._mask = (1 << _BITS * longest) - 1
         self._key = 0  # the last `longest` tokens
         self._seen = 0
         self._source = -1  # the place after the match, -1 without one
@@ -33,9 +37,7 @@ class NgramIndex:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Take in what `tokens` has more than at the last call; what it had then must not have changed."""
-        longest, shortest = self.longest, self.shortest
-        mask = (1 << _BITS * longest) - 1
-        tables = [(n, (1 << _BITS * n) - 1, self._grams[n - shortest]) for n in range(longest, shortest - 1, -1)]
+        mask, tables = self._mask, self._grams
         key, source, matched = self._key, self._source, self._matched
         for place in range(self._seen, len(tokens)):
             token = tokens[place]
@@ -54,6 +56,11 @@ class NgramIndex:
                         source, matched = found, n
                 grams[gram] = place + 1
         self._key, self._source, self._matched, self._seen = key, source, matched, len(tokens)
+
+    @property
+    def matches(self) -> bool:
+        """Whether the end of the tokens stands somewhere else in them."""
+        return self._source >= 0
 
     def propose(self, tokens: Sequence[int], count: int) -> tuple[int, ...]:
         """`count` tokens that may follow `tokens`, which `extend` has seen; none if their end stands nowhere else.

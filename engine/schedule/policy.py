@@ -1,13 +1,16 @@
 """Who is admitted next. Pure: tickets in, tickets out; the clock counts steps, and nothing here knows a block.
 
-`hybrid` has two levels. Across tenants it is a weighted fair queue on served tokens (Sheng et al.: Fairness in Serving
-Large Language Models, OSDI 2024): the tenant served least so far is next, and one that comes back from idleness starts
-at the present virtual time, so it can neither save up nor lose credit. Within a tenant the shortest expected job is
+There are two levels, and a policy is a choice on each. Across tenants `hybrid` and `fair` have a weighted fair queue
+on served tokens (Sheng et al.: Fairness in Serving Large Language Models, OSDI 2024): the tenant served least so far
+is next, and one that comes back from idleness starts at the present virtual time, so it can neither save up nor lose
+credit. Within a tenant, or among all where tenants do not count, `hybrid` and `sjf` take the shortest expected job
 first, with aging. All jobs age at the same rate, so `cost - rate * waited` orders them like `cost + rate * arrival`,
-which never changes while a job waits: a heap is enough. With rate = max_cost / max_wait no job is overtaken by one that
-came more than max_wait steps after it. `fcfs` is the order of arrival.
+which never changes while a job waits: a heap is enough. With rate = max_cost / max_wait no job is overtaken by one
+that came more than max_wait steps after it. `fair` takes a tenant's jobs in the order of arrival.
 
-Both put lower priority numbers first, and within a priority the preempted before the new: they hold results already.
+These three put lower priority numbers first, as `priority` does, which else takes the order of arrival. Under all four
+what has become urgent goes before the others of its tenant and priority. `fcfs` is the order of arrival alone. Under
+each the preempted come before the new of their priority: they hold results already.
 """
 
 from __future__ import annotations
@@ -15,32 +18,25 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from ...kernels.errors import UsageError
 from ..config import POLICIES
+from .tickets import Ticket, TicketHeap
 
 MAX_WAIT = 512  # steps
 EXPECTED_TOKENS = 256  # of a tenant's first job: nothing is known yet
 MEAN_WINDOW = 16  # jobs that a tenant's running mean of outputs remembers, roughly
 
 
-class Ticket(NamedTuple):
-    """One waiting sequence. `order` is its arrival number, unique; `prompt` counts tokens that no cache serves yet."""
-
-    order: int
-    tenant: str
-    priority: int
-    prompt: int
-    max_tokens: int
-    step: int
-    resumed: bool = False
-
-
 class Queue(Protocol):
-    """The waiting sequences in the order of a policy. `overtakes`: a short prompt may pass a long one under way."""
+    """The waiting sequences in the order of a policy.
+
+    `overtakes`: a short prompt may pass a long one under way. `ranks`: so may any of a more important request.
+    """
 
     overtakes: bool
+    ranks: bool
 
     def __len__(self) -> int: ...
     def push(self, ticket: Ticket) -> None: ...
@@ -56,25 +52,28 @@ def make_queue(policy: str, max_cost: int, weights: Mapping[str, float]) -> Queu
     for tenant, weight in weights.items():
         if not 0 < weight < math.inf:
             raise UsageError(f"the weight of tenant `{tenant}` is {weight}, it must be above 0 and finite")
-    if policy == "hybrid":
-        return HybridQueue(max_cost, weights)
-    if policy == "fcfs":
-        return FcfsQueue()
+    match policy:
+        case "hybrid" | "fair" | "sjf":
+            return SharedQueue(max_cost, weights, fair=policy != "sjf", shortest=policy != "fair")
+        case "priority" | "fcfs":
+            return ArrivalQueue(by_priority=policy == "priority")
     raise UsageError(f"--scheduling-policy is `{policy}`", f"choose one of: {', '.join(POLICIES)}")
 
 
-class FcfsQueue:
-    """First come, first served."""
+class ArrivalQueue:
+    """First come, first served; more important requests before others if `by_priority`."""
 
-    def __init__(self) -> None:
+    def __init__(self, by_priority: bool) -> None:
         self.overtakes = False
-        self._heap = _Heap()
+        self.ranks = by_priority
+        self._heap = TicketHeap()
 
     def __len__(self) -> int:
         return len(self._heap)
 
     def push(self, ticket: Ticket) -> None:
-        self._heap.push((ticket.priority, not ticket.resumed), ticket)
+        urgency = (ticket.priority, not ticket.resumed, ticket.due) if self.ranks else (not ticket.resumed,)
+        self._heap.push(urgency, ticket)
 
     def head(self) -> Ticket | None:
         return self._heap.head()
@@ -92,16 +91,27 @@ class FcfsQueue:
         """Nothing: how long outputs are is no matter here."""
 
 
-class HybridQueue:
-    """Fair across tenants, shortest expected job first within one, with aging."""
+class SharedQueue:
+    """Tenants in turn by what they were served, unless not `fair`; the `shortest` expected job first, or the earliest.
 
-    def __init__(self, max_cost: int, weights: Mapping[str, float], max_wait: int = MAX_WAIT) -> None:
-        self.overtakes = True
+    A lane holds the jobs of one tenant, or of all.
+    """
+
+    def __init__(
+        self,
+        max_cost: int,
+        weights: Mapping[str, float],
+        fair: bool = True,
+        shortest: bool = True,
+        max_wait: int = MAX_WAIT,
+    ) -> None:
+        self.overtakes = self.ranks = True
+        self._fair, self._shortest = fair, shortest
         self._weights = weights
         self._aging = max_cost / max_wait  # cost units per step
         self._tenants: dict[str, _Tenant] = {}
         self._levels: dict[int, _Level] = {}  # by priority, none empty
-        self._resumed = _Heap()
+        self._resumed = TicketHeap()
         self._virtual_time = 0.0  # tokens served, by weight, to the tenant whose turn came last
         self._prune_at = 1024
 
@@ -112,14 +122,14 @@ class HybridQueue:
         if ticket.resumed:
             self._resumed.push((ticket.priority,), ticket)
             return
-        tenant = self._tenant(ticket.tenant)
-        if tenant.waiting == 0:
-            tenant.served = max(tenant.served, self._virtual_time)
-        tenant.waiting += 1
-        mean = EXPECTED_TOKENS if tenant.mean is None else tenant.mean
-        cost = ticket.prompt + min(mean, ticket.max_tokens)
-        level = self._levels.setdefault(ticket.priority, _Level(self._tenants))
-        level.push(cost + self._aging * ticket.step, ticket)
+        lane = self._tenant(self._lane(ticket))
+        if lane.waiting == 0:
+            lane.served = max(lane.served, self._virtual_time)
+        lane.waiting += 1
+        level = self._levels.get(ticket.priority)
+        if level is None:
+            level = self._levels[ticket.priority] = _Level(self._tenants)
+        level.push(self._lane(ticket), (ticket.due, self._key(ticket) if self._shortest else 0.0), ticket)
 
     def head(self) -> Ticket | None:
         resumed = self._resumed.head()
@@ -134,7 +144,7 @@ class HybridQueue:
         ticket = self.head()
         assert ticket is not None, "the queue is empty"
         if not ticket.resumed:
-            self._virtual_time = max(self._virtual_time, self._tenants[ticket.tenant].served)
+            self._virtual_time = max(self._virtual_time, self._tenants[self._lane(ticket)].served)
         self.remove(ticket)
         return ticket
 
@@ -143,20 +153,30 @@ class HybridQueue:
             self._resumed.remove(ticket)
             return
         level = self._levels[ticket.priority]
-        level.remove(ticket)
+        level.remove(self._lane(ticket), ticket)
         if level.count == 0:
             del self._levels[ticket.priority]
-        self._tenants[ticket.tenant].waiting -= 1
+        self._tenants[self._lane(ticket)].waiting -= 1
 
     def served(self, tenant: str, tokens: int) -> None:
         """`tenant` was given so many tokens, prompt or output, that were computed for the first time."""
-        record = self._tenant(tenant)
-        record.served += tokens / record.weight
+        if self._fair:
+            record = self._tenant(tenant)
+            record.served += tokens / record.weight
 
     def finished(self, tenant: str, tokens: int) -> None:
         """A job of `tenant` ended after so many output tokens."""
         record = self._tenant(tenant)
         record.mean = tokens if record.mean is None else record.mean + (tokens - record.mean) / MEAN_WINDOW
+
+    def _lane(self, ticket: Ticket) -> str:
+        return ticket.tenant if self._fair else ""
+
+    def _key(self, ticket: Ticket) -> float:
+        """Where the job stands in its lane: what it is expected to cost, and the later it came the further back."""
+        mean = self._tenant(ticket.tenant).mean
+        cost = ticket.prompt + min(EXPECTED_TOKENS if mean is None else mean, ticket.max_tokens)
+        return cost + self._aging * ticket.step
 
     def _tenant(self, name: str) -> _Tenant:
         record = self._tenants.get(name)
@@ -189,28 +209,28 @@ class _Tenant:
 
 
 class _Level:
-    """The waiting of one priority: a heap of jobs per tenant, and a heap of the tenants' turns.
+    """The waiting of one priority: a heap of jobs per lane, and a heap of the lanes' turns.
 
-    A turn is filed under what the tenant had been served then; that only grows, so a turn that comes up too early is
+    A turn is filed under what the lane had been served then; that only grows, so a turn that comes up too early is
     filed again.
     """
 
     def __init__(self, tenants: Mapping[str, _Tenant]) -> None:
         self.count = 0
         self._tenants = tenants
-        self._jobs: dict[str, _Heap] = {}
+        self._jobs: dict[str, TicketHeap] = {}
         self._turns: list[tuple[float, str]] = []
 
-    def push(self, key: float, ticket: Ticket) -> None:
-        jobs = self._jobs.get(ticket.tenant)
+    def push(self, lane: str, key: tuple[float, float], ticket: Ticket) -> None:
+        jobs = self._jobs.get(lane)
         if jobs is None:
-            jobs = self._jobs[ticket.tenant] = _Heap()
-            heapq.heappush(self._turns, (self._tenants[ticket.tenant].served, ticket.tenant))
-        jobs.push((key,), ticket)
+            jobs = self._jobs[lane] = TicketHeap()
+            heapq.heappush(self._turns, (self._tenants[lane].served, lane))
+        jobs.push(key, ticket)
         self.count += 1
 
-    def remove(self, ticket: Ticket) -> None:
-        self._jobs[ticket.tenant].remove(ticket)
+    def remove(self, lane: str, ticket: Ticket) -> None:
+        self._jobs[lane].remove(ticket)
         self.count -= 1
 
     def head(self) -> Ticket | None:
@@ -225,36 +245,3 @@ class _Level:
             else:
                 return jobs.head()
         return None
-
-
-class _Heap:
-    """Tickets by key, then by order of arrival. Removed ones are skipped when they come up."""
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[tuple[float, ...], int, Ticket]] = []
-        self._gone: set[int] = set()
-
-    def __len__(self) -> int:
-        return len(self._entries) - len(self._gone)
-
-    def push(self, key: tuple[float, ...], ticket: Ticket) -> None:
-        heapq.heappush(self._entries, (key, ticket.order, ticket))
-
-    def head(self) -> Ticket | None:
-        while self._entries and self._entries[0][1] in self._gone:
-            self._gone.remove(heapq.heappop(self._entries)[1])
-        return self._entries[0][2] if self._entries else None
-
-    def pop(self) -> Ticket:
-        ticket = self.head()
-        assert ticket is not None, "the queue is empty"
-        heapq.heappop(self._entries)
-        return ticket
-
-    def remove(self, ticket: Ticket) -> None:
-        """Take out a ticket that is in the heap."""
-        self._gone.add(ticket.order)
-        if len(self._gone) > 64 and 2 * len(self._gone) > len(self._entries):
-            self._entries = [entry for entry in self._entries if entry[1] not in self._gone]
-            heapq.heapify(self._entries)
-            self._gone.clear()

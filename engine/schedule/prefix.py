@@ -11,6 +11,10 @@ by the same request only refresh the last reference (the paper's correlated refe
 bounded ghost table keeps the references of the evicted, so that content which comes back is not mistaken for new; its
 keys are hashes, since a collision costs a worse guess and nothing else.
 
+What is evicted goes to tier 2 (`tier.py`) where there is one: the node stays, without blocks, until it is restored or
+forgotten there too. Blocks are evicted from the leaves up and restored from the root down, so a node with blocks never
+stands below one without.
+
 Two points are our own. The paper lets every block that was used less than K times go first, which of conversations
 keeps those that ended and drops the newest turn of those that go on. So references that a block lacks are assumed, each
 some time before the next: a newcomer stays for a while, and what is used again within that while stays longer. And a
@@ -24,7 +28,9 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .blocks import BlockPool
+from .blocks import BlockPool, IllegalTransition
+from .node import Column, Node, Residency
+from .tier import Tier
 
 # The time before, as a share of the K-th last reference's age in what is evicted. At 0.5 a newcomer of LRU-2 stays
 # about as long as under LRU, at 1 the shortest time. Lower loses more to scans, higher more of the next turns of
@@ -33,41 +39,12 @@ ASSUMED_AGE = 0.9
 
 _SMOOTHING = 64  # evictions that the age of the evicted is averaged over, roughly
 
-Column = tuple[int, ...]  # one block id per KV group: the same tokens seen by every group's layers
-
-
-class Node:
-    """Some tokens after those of `parent`, and the blocks that hold their KV (`()` for a root or a removed node)."""
-
-    __slots__ = ("alive", "before", "blocks", "children", "ghost_key", "history", "keys", "owner", "parent", "tokens")
-
-    def __init__(self, parent: Node | None, tokens: tuple[int, ...], blocks: Column, ghost_key: int) -> None:
-        self.parent = parent
-        self.tokens = tokens
-        self.blocks = blocks
-        self.ghost_key = ghost_key
-        self.keys: list[tuple[int, ...]] = []  # the children's tokens, sorted; `children` runs in parallel
-        self.children: list[Node] = []
-        self.history: tuple[int, ...] = ()  # times of the last K references, latest first
-        self.before: tuple[int, ...] = ()  # the history without the last reference, until that is known to be one
-        self.owner = -1  # the request that made the latest one
-        self.alive = True
-
-    def closest(self, tokens: tuple[int, ...]) -> tuple[Node | None, int]:
-        """The child that shares the most leading tokens with `tokens`, and how many."""
-        place = bisect_left(self.keys, tokens)
-        best: Node | None = None
-        most = 0
-        for index in (place, place - 1):
-            if 0 <= index < len(self.keys):
-                common = _common(self.keys[index], tokens)
-                if common > most:
-                    best, most = self.children[index], common
-        return best, most
-
 
 class Hit(NamedTuple):
-    """The longest known prefix of a prompt: whole blocks, then `partial_tokens` of one more node."""
+    """The longest known prefix of a prompt: whole blocks, then `partial_tokens` of one more node.
+
+    Nodes whose KV only tier 2 has come last.
+    """
 
     nodes: tuple[Node, ...]
     partial: Node | None
@@ -75,12 +52,18 @@ class Hit(NamedTuple):
 
 
 class PrefixTree:
-    """Nodes over the blocks of `pools`. Blocks enter by `insert` (published) and leave by eviction (unpublished)."""
+    """Nodes over the blocks of `pools`. Blocks enter by `insert` or `restore` (published) and leave by eviction."""
 
     def __init__(
-        self, pools: tuple[BlockPool, ...], block_size: int, k: int = 2, max_ghosts: int | None = None
+        self,
+        pools: tuple[BlockPool, ...],
+        block_size: int,
+        k: int = 2,
+        max_ghosts: int | None = None,
+        tier: Tier | None = None,
     ) -> None:
         self._pools = pools
+        self._tier = Tier() if tier is None else tier
         self._block_size = block_size
         self._k = k
         self._max_ghosts = pools[0].num_blocks if max_ghosts is None else max_ghosts
@@ -97,9 +80,11 @@ class PrefixTree:
         self.evicted_reused = 0
 
     def __len__(self) -> int:
+        """How many nodes have blocks."""
         return len(self._node_of)
 
     def __iter__(self) -> Iterator[Node]:
+        """The nodes that have blocks."""
         return iter(self._node_of.values())
 
     def tick(self) -> None:
@@ -127,18 +112,22 @@ class PrefixTree:
         if node is None:
             if len(self._roots) > len(self._node_of) + 64:
                 self._roots = {name: root for name, root in self._roots.items() if root.children}
-            node = self._roots[salt] = Node(None, (), (), hash((0, *map(ord, salt))))
+            node = self._roots[salt] = Node(None, (), hash((0, *map(ord, salt))))
         return node
 
     def insert(self, parent: Node, tokens: tuple[int, ...], blocks: Column, request: int) -> Node:
         """The node for `tokens` below `parent`: a new one that publishes `blocks`, or the one that already serves them.
 
         `blocks` are active and not written any more (a partial block: not in its first len(tokens) places). When the
-        content is known already they stay private to their holder.
+        content is known already they stay private to their holder, unless only tier 2 has it.
         """
+        if parent.parent is not None and not parent.blocks:
+            raise IllegalTransition(f"a node in {parent.residency.value} cannot have children with blocks")
         place = bisect_left(parent.keys, tokens)
         if place < len(parent.keys) and parent.keys[place][: len(tokens)] == tokens:
             node = parent.children[place]
+            if not node.blocks and node.tokens == tokens:
+                self._occupy(node, blocks)
             self.touch(node, request)
             return node
         history: tuple[int, ...] = ()
@@ -149,7 +138,7 @@ class PrefixTree:
             history, owner = shorter.history, shorter.owner
             self._remove(shorter)
             place -= 1
-        node = Node(parent, tokens, blocks, hash((parent.ghost_key, tokens)))
+        node = Node(parent, tokens, hash((parent.ghost_key, tokens)))
         ghost = self._ghosts.pop(node.ghost_key, None)
         if ghost is not None:
             self.evicted_reused += 1
@@ -157,24 +146,41 @@ class PrefixTree:
         if not history:
             self._continue(parent, request)
         node.history, node.owner = history, owner
-        for pool, block in zip(self._pools, blocks):
-            pool.publish(block)
         parent.keys.insert(place, tokens)
         parent.children.insert(place, node)
-        self._node_of[blocks[0]] = node
-        self.inserts += 1
-        self.touch(node, request)
+        self._occupy(node, blocks)
+        self._refer(node, request)  # it is in use, so nothing to offer
         return node
+
+    def restore(self, node: Node, blocks: Column, request: int) -> None:
+        """Publish `blocks`, into which tier 2's copy of the node was read for `request`."""
+        if node.residency is not Residency.TIER or (node.parent and node.parent.parent and not node.parent.blocks):
+            raise IllegalTransition(f"a node in {node.residency.value} cannot be restored")
+        self.evicted_reused += 1
+        self._occupy(node, blocks)
+        self.touch(node, request)
+
+    def lose(self, node: Node) -> None:
+        """The node's copy in tier 2 is no good; without blocks it and what is below it are forgotten."""
+        if node.blocks:
+            if node.place >= 0:
+                self._tier.forget(node)
+        elif node.alive:
+            self.prune(node)
 
     def touch(self, node: Node, request: int) -> None:
         """Record that `request` uses the node."""
+        self._refer(node, request)
+        self._offer(node)
+
+    def _refer(self, node: Node, request: int) -> None:
+        node.volatile = False
         if node.owner == request:
             self._prolong(node, node.history)
         else:
             node.before = node.history
             node.history = (self.now, *node.history)[: self._k]
             node.owner = request
-        self._offer(node)
 
     def refresh(self, node: Node, request: int) -> None:
         """`request`, which used the path down to `node`, leaves: it was in use until now. No new reference."""
@@ -190,7 +196,7 @@ class PrefixTree:
         self._offer(self._node_of[block])
 
     def evict(self) -> bool:
-        """Forget the least valuable leaf that nobody holds, and free its block in every group. False: there is none."""
+        """Free the blocks of the least valuable leaf that nobody holds, which tier 2 may keep. False: there is none."""
         lowest: tuple[float, int] | None = None
         victim: Node | None = None
         for missing, heap in enumerate(self._heaps):
@@ -204,9 +210,10 @@ class PrefixTree:
         if lowest is None or victim is None:
             return False
         self._age += (self.now - lowest[0] - self._age) / _SMOOTHING
-        self._remember(victim)
-        self._remove(victim)
         self.evictions += 1
+        if not self._demote(victim):
+            self._remember(victim)
+            self.prune(victim)
         return True
 
     def prune(self, node: Node) -> None:
@@ -218,11 +225,12 @@ class PrefixTree:
             self._remove(each)
 
     def flush(self) -> None:
-        """Forget everything, which frees all that nobody holds. Holders keep their blocks and may publish again."""
+        """Forget all that has blocks, which frees those that nobody holds. Holders may publish theirs again."""
         self.evictions += self._pools[0].num_cached
         for root in tuple(self._roots.values()):
             for child in tuple(root.children):
-                self.prune(child)
+                if child.blocks:
+                    self.prune(child)
 
     def node_of(self, block: int) -> Node | None:
         """The node that publishes this block of group 0."""
@@ -246,10 +254,15 @@ class PrefixTree:
         return node.alive and (oldest, last) == (node.history[-1], node.history[0]) and self._evictable(node)
 
     def _evictable(self, node: Node) -> bool:
-        return not node.children and not any(pool.refs(block) for pool, block in zip(self._pools, node.blocks))
+        if node.resident or not node.blocks:
+            return False
+        for pool, block in zip(self._pools, node.blocks):  # noqa: SIM110  a generator costs more than the rest
+            if pool.refs(block):
+                return False
+        return True
 
     def _offer(self, node: Node) -> None:
-        if not node.blocks or not self._evictable(node):
+        if not self._evictable(node):
             return
         heap = self._heaps[self._k - len(node.history)]
         if len(heap) > 2 * len(self._node_of) + 64:
@@ -263,23 +276,56 @@ class PrefixTree:
         if len(self._ghosts) > self._max_ghosts:
             del self._ghosts[next(iter(self._ghosts))]
 
-    def _remove(self, node: Node) -> None:
-        assert node.parent is not None and not node.children, node.tokens
+    def _demote(self, node: Node) -> bool:
+        """Take the node's blocks and leave it to tier 2. False if there is no room, or it is not worth the write."""
+        if node.place >= 0:
+            self._tier.keep(node)
+        elif (node.volatile and not node.children) or not self._make_place():
+            return False
+        else:
+            self._tier.write(node)
+        self._vacate(node)
+        return True
+
+    def _make_place(self) -> bool:
+        """Have a free place in tier 2. False if there is none to be had."""
+        if self._tier.num_free:
+            return True
+        oldest = self._tier.oldest()
+        if oldest is None:
+            return False
+        if oldest.blocks:
+            self._tier.forget(oldest)
+        else:
+            self._remember(oldest)
+            self.prune(oldest)
+        return True
+
+    def _occupy(self, node: Node, blocks: Column) -> None:
+        assert node.parent is not None and not node.blocks, node.residency
+        for pool, block in zip(self._pools, blocks):
+            pool.publish(block)
+        node.blocks = blocks
+        node.parent.resident += 1
+        self._node_of[blocks[0]] = node
+        self.inserts += 1
+
+    def _vacate(self, node: Node) -> None:
+        assert node.parent is not None and not node.resident, node.tokens
         for pool, block in zip(self._pools, node.blocks):
             pool.unpublish(block)
+        del self._node_of[node.blocks[0]]
+        node.blocks = ()
+        node.parent.resident -= 1
+        self._offer(node.parent)
+
+    def _remove(self, node: Node) -> None:
+        assert node.parent is not None and not node.children, node.tokens
+        if node.place >= 0:
+            self._tier.forget(node)
+        if node.blocks:
+            self._vacate(node)
         parent = node.parent
         place = bisect_left(parent.keys, node.tokens)
         del parent.keys[place], parent.children[place]
-        del self._node_of[node.blocks[0]]
         node.alive = False
-        node.blocks = ()
-        self._offer(parent)
-
-
-def _common(left: tuple[int, ...], right: tuple[int, ...]) -> int:
-    count = 0
-    for one, other in zip(left, right):
-        if one != other:
-            break
-        count += 1
-    return count

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from ...kernels.errors import UsageError
 from ..request import FinishReason, Request
 from .admission import Admission
@@ -12,6 +14,7 @@ from .memory import KVMemory, Start
 from .policy import Queue
 from .sequence import Phase, Sequence
 from .slots import Slots
+from .states import KEPT, SequenceState, state_of
 from .stats import Counts
 from .waiting import WaitingLine
 
@@ -28,6 +31,7 @@ class Roster:
         self.running: dict[int, Sequence] = {}
         self.slots = Slots(config.max_num_seqs)
         self.live = 0
+        self.ended: deque[SequenceState] = deque(maxlen=KEPT)
         self._config = config
         self._memory = memory
         self._counts = counts
@@ -49,9 +53,9 @@ class Roster:
         if request.id in self.requests:
             raise UsageError(f"request id `{request.id}` is in use", "give each request its own id")
         self._config.check(request)
-        leader = Sequence(request, 0, self._next_order, self._config.limit)
+        leader = Sequence(request, 0, self._next_order, self._config.limit, step=self._counts.steps)
         samples = [leader] + [
-            Sequence(request, index, self._next_order + index, self._config.limit, leader)
+            Sequence(request, index, self._next_order + index, self._config.limit, leader, self._counts.steps)
             for index in range(1, max(request.sampling.n, request.sampling.beam_width))
         ]
         self._next_order += len(samples)
@@ -65,11 +69,11 @@ class Roster:
 
     def enqueue(self, seq: Sequence) -> None:
         """Let the sequence wait for its turn."""
-        self.waiting.push(seq, self._memory.tokens_of(self.admission.start(seq)), self._counts.steps)
+        self.waiting.push(seq, self._memory.known_of(self.admission.start(seq)), self._counts.steps)
 
     def enter(self, draft: Draft, seq: Sequence, start: Start) -> None:
         """Give the sequence a slot and its first blocks."""
-        seq.move(Phase.RUNNING)
+        seq.move(Phase.RUNNING, self._counts.steps)
         self.slots.give(seq)
         self.running[seq.order] = seq
         draft.admit(seq, start, self._memory.begin(seq, start))
@@ -94,7 +98,7 @@ class Roster:
 
     def unseat(self, seq: Sequence) -> None:
         """Take memory and slot of a sequence that has lost its beam. It comes back when it is given another."""
-        seq.move(Phase.PREEMPTED)
+        seq.move(Phase.PREEMPTED, self._counts.steps)
         del self.running[seq.order]
         self._memory.drop(seq)
         seq.scheduled = seq.computed = 0
@@ -110,7 +114,7 @@ class Roster:
                 self._memory.release(seq)
         else:
             self.waiting.remove(seq)
-        seq.move(Phase.FINISHED)
+        seq.move(Phase.FINISHED, self._counts.steps)
         self.live -= 1
         samples = self.requests[seq.request.id]
         samples.remove(seq)
@@ -120,6 +124,7 @@ class Roster:
             self.queue.finished(seq.request.tenant, seq.generated)
         self.unblock(seq)
         self.slots.free(seq)
+        self.ended.append(state_of(seq, finish))
 
     def unblock(self, leader: Sequence) -> None:
         """The leader's prompt is computed, or it has ended: its siblings may come."""
@@ -128,9 +133,9 @@ class Roster:
 
     def _stop(self, seq: Sequence) -> None:
         """Take a running sequence's memory, and its slot unless a step in flight still uses it."""
-        seq.move(Phase.PREEMPTED)
+        seq.move(Phase.PREEMPTED, self._counts.steps)
         self._counts.preemptions += 1
         del self.running[seq.order]
-        self._memory.release(seq)
+        self._memory.preempt(seq)
         seq.scheduled = seq.computed = 0
         self.slots.free(seq)

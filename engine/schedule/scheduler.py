@@ -12,6 +12,7 @@ still writes to them; a runner slot waits for its last result, which is read per
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import deque
 from typing import NamedTuple
@@ -20,12 +21,17 @@ from ..request import FinishReason, Output, Request
 from .draft import Draft, Row
 from .filling import Filler
 from .limits import SchedulerConfig
+from .lookup import PromptLookup
 from .memory import KVMemory
+from .pace import Pace
 from .policy import make_queue
+from .proposer import Proposer
 from .roster import Roster
+from .sequence import Phase
 from .settling import Settler
 from .speculate import Speculator
-from .stats import Counts, SchedulerStats, SequenceState, state_of
+from .states import SequenceState, state_of
+from .stats import Counts, SchedulerStats
 from .step import Step, StepResult
 
 log = logging.getLogger(__name__)
@@ -34,7 +40,8 @@ log = logging.getLogger(__name__)
 class Scheduler:
     """Requests in, Steps out, results in, Outputs out. Not thread-safe; makes no system call and reads no clock."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, proposer: Proposer | None = None) -> None:
+        """`proposer` guesses tokens ahead; None: prompt lookup does."""
         if config.limit < config.max_model_len:
             log.warning(
                 "sequences end at %d tokens, not at %d: there are no more KV blocks", config.limit, config.max_model_len
@@ -45,11 +52,20 @@ class Scheduler:
             )
         self._config = config
         self._counts = Counts()
-        self._memory = KVMemory(config.num_blocks, config.block_size, config.enable_prefix_caching, config.eviction_k)
+        self._memory = KVMemory(
+            config.num_blocks,
+            config.block_size,
+            config.enable_prefix_caching,
+            config.eviction_k,
+            config.tier_blocks,
+            config.preemption_mode,
+        )
         queue = make_queue(config.policy, config.limit, dict(config.tenant_weights))
-        speculator = Speculator(config.speculation, self._memory)
+        proposer = proposer or PromptLookup(config.speculation)
+        self._speculator = speculator = Speculator(config.speculation, self._memory, proposer)
         self._roster = Roster(config, self._memory, queue, self._counts)
-        self._filler = Filler(self._roster, self._memory, speculator, self._counts)
+        self._pace = None if config.pace is None else Pace(config.pace)
+        self._filler = Filler(self._roster, self._memory, speculator, self._counts, self._pace)
         self._settler = Settler(self._roster, self._filler, self._memory, speculator, self._counts, config.epoch)
         self._in_flight: deque[_InFlight] = deque()
 
@@ -61,6 +77,23 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. CapacityError if it could not run even alone, UsageError for an id in use."""
         self._roster.add(request)
+
+    def hurry(self, request_id: str, due: float) -> None:
+        """Let a request that never ran go before others of its tenant and priority, but those with an earlier `due`."""
+        for seq in self._roster.requests.get(request_id, ()):
+            if seq.leader.phase is Phase.WAITING:
+                self._roster.waiting.hurry(seq, due)
+
+    def expire(self, request_id: str, error: str) -> tuple[Output, ...]:
+        """End a request that has waited for too long, if it never ran; what it is told is `error`."""
+        samples = tuple(self._roster.requests.get(request_id, ()))
+        if not samples or samples[0].leader.phase is not Phase.WAITING:
+            return ()
+        if samples[0].is_beam:
+            return self._settler.end_search(samples[0], FinishReason.OVERDUE, error)
+        for seq in samples:
+            self._roster.waiting.forget(seq)
+        return tuple(self._settler.end(seq, (), (), FinishReason.OVERDUE, error) for seq in samples)
 
     def abort(self, request_id: str, index: int | None = None) -> tuple[Output, ...]:
         """End every unfinished sequence of the request, or only that with this index; an unknown one is no error.
@@ -81,28 +114,37 @@ class Scheduler:
             return None
         draft = Draft(self._config.max_num_batched_tokens, self._config.logit_rows)
         self._filler.fill(draft)
-        if not draft.rows:
+        if not draft.rows and not self._memory.tier.due:
             assert self._in_flight or not self._roster.live, f"{self._roster.live} sequences live and none can run"
             return None
-        step = draft.freeze(self._counts.steps, self._roster.slots.take_drops())
+        step = draft.freeze(self._counts.steps, self._roster.slots.take_drops(), self._memory.tier.take_moves())
         self._counts.steps += 1
-        self._in_flight.append(_InFlight(step.index, tuple(draft.rows)))
+        self._in_flight.append(_InFlight(step.index, tuple(draft.rows), draft.decodes, draft.prompt_tokens))
         return step
 
-    def update(self, result: StepResult) -> tuple[Output, ...]:
-        """What the oldest step in flight brought, one Output for each sequence that got a token or ended."""
+    def update(self, result: StepResult, seconds: float = 0.0) -> tuple[Output, ...]:
+        """What the oldest step in flight brought, one Output for each sequence that got a token or ended.
+
+        `seconds`: how long it took, if that is known.
+        """
         flight = self._in_flight.popleft()
         assert flight.step == result.index, f"result of step {result.index}, expected that of {flight.step}"
         assert len(flight.rows) == len(result.chunks), (len(flight.rows), len(result.chunks))
-        outputs: list[Output] = []
-        for row, chunk in zip(flight.rows, result.chunks):
-            outputs.extend(self._settler.settle(row, chunk))
-        return tuple(outputs)
+        if self._pace is not None:
+            self._pace.learn(flight.decodes, flight.prompt_tokens, seconds)
+        self._memory.settle(result, sum(row.tokens for row in flight.rows))
+        return self._settler.settle(flight.rows, result.chunks)
 
     def stats(self) -> SchedulerStats:
         """Counts as they are now."""
         running = self._roster.running
-        return self._counts.stats(self._memory, self._roster.live - len(running), running.values())
+        waiting = self._roster.live - len(running)
+        counts = self._counts.stats(self._memory, self._config.bytes_per_block, waiting, running.values())
+        return dataclasses.replace(counts, draft_s=self._speculator.seconds)
+
+    def ended(self) -> tuple[SequenceState, ...]:
+        """The sequences that ended last, at most `KEPT`, in that order."""
+        return tuple(self._roster.ended)
 
     def states(self) -> tuple[SequenceState, ...]:
         """Every unfinished sequence, in order of arrival."""
@@ -112,3 +154,5 @@ class Scheduler:
 class _InFlight(NamedTuple):
     step: int
     rows: tuple[Row, ...]
+    decodes: int
+    prompt_tokens: int

@@ -11,7 +11,7 @@ import enum
 
 from ..request import Request, TokenLogprobs
 from .blocks import IllegalTransition
-from .prefix import Column, Node
+from .node import Column, Node
 from .step import SlotSampling
 
 
@@ -50,6 +50,10 @@ class Sequence:
     published  full blocks known to the prefix tree, the last of them as `cursor`
     probed     prompt positions that were scheduled with logits, for `prompt_logprobs`, which has those that came back
     charged    positions that were ever scheduled: recomputing is not the tenant's fault
+    is_beam    one of a beam search: which token follows depends on the other beams
+    plain      tokens are all that is wanted of it: no beam, no logprobs
+    woken      blocks that tier 2 was asked for since the sequence was last queued
+    trace      every phase it entered, with the steps that had been made then
     """
 
     __slots__ = (
@@ -63,11 +67,13 @@ class Sequence:
         "goal",
         "in_flight",
         "index",
+        "is_beam",
         "leader",
         "max_new",
         "order",
         "pending",
         "phase",
+        "plain",
         "probed",
         "prompt_len",
         "prompt_logprobs",
@@ -76,14 +82,21 @@ class Sequence:
         "scheduled",
         "slot",
         "tokens",
+        "trace",
+        "woken",
     )
 
-    def __init__(self, request: Request, index: int, order: int, limit: int, leader: Sequence | None = None) -> None:
+    def __init__(
+        self, request: Request, index: int, order: int, limit: int, leader: Sequence | None = None, step: int = 0
+    ) -> None:
         self.request = request
         self.index = index
         self.order = order
         self.leader = self if leader is None else leader
+        self.is_beam = request.sampling.use_beam_search
+        self.plain = not self.is_beam and request.sampling.logprobs is None
         self.phase = Phase.WAITING
+        self.trace = [(Phase.WAITING, step)]
         self.tokens = list(request.prompt)
         self.prompt_len = len(request.prompt)
         self.max_new = max(0, min(request.max_tokens, limit - self.prompt_len))
@@ -103,6 +116,7 @@ class Sequence:
         self.probed = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.charged = 0
+        self.woken = 0
         self.cached_tokens = 0
 
     @property
@@ -138,11 +152,6 @@ class Sequence:
         return self.wants_prompt and self.probed < self.prompt_len - 1
 
     @property
-    def is_beam(self) -> bool:
-        """Whether the sequence is one of a beam search: which token follows depends on the other beams."""
-        return self.request.sampling.use_beam_search
-
-    @property
     def unit(self) -> int:
         """What is preempted as one: the order of this sequence, or of its leader for the beams of one search."""
         return self.leader.order if self.is_beam else self.order
@@ -157,13 +166,14 @@ class Sequence:
         """Who goes first: the more important request (a lower number), then the earlier one."""
         return self.request.priority, self.order
 
-    def move(self, phase: Phase) -> None:
-        """Enter `phase`, or raise IllegalTransition."""
+    def move(self, phase: Phase, step: int) -> None:
+        """Enter `phase` when `step` steps have been made, or raise IllegalTransition."""
         if phase not in _NEXT[self.phase]:
             raise IllegalTransition(
                 f"sequence {self.index} of `{self.request.id}` cannot go from {self.phase.value} to {phase.value}"
             )
         self.phase = phase
+        self.trace.append((phase, step))
 
 
 def slot_sampling(request: Request, index: int) -> SlotSampling:

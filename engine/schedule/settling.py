@@ -1,6 +1,12 @@
-"""What a row's result does: tokens accepted, drafts kept or taken back, sequences and searches ended."""
+"""What a row's result does: tokens accepted, drafts kept or taken back, sequences and searches ended.
+
+Most results are one token that ends nothing, and most of the time is theirs, so `settle` has a short way for
+them, which does what `_settle` does for any.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence as ListLike
 
 from ..request import FinishReason, Output, TokenLogprobs
 from .beam_search import Hypothesis
@@ -13,6 +19,8 @@ from .sequence import Phase, Sequence
 from .speculate import Speculator
 from .stats import Counts
 from .step import ChunkResult
+
+_RUNNING = Phase.RUNNING  # looking it up in an enum costs as much as the rest of a condition
 
 
 class Settler:
@@ -28,12 +36,42 @@ class Settler:
         self._counts = counts
         self._epoch = epoch
 
-    def settle(self, row: Row, chunk: ChunkResult) -> tuple[Output, ...]:
-        """The Outputs that follow from one row's result."""
-        if row.seq.is_beam:
-            return self._settle_beam(row, chunk)
-        output = self._settle(row, chunk)
-        return () if output is None else (output,)
+    def settle(self, rows: ListLike[Row], chunks: ListLike[ChunkResult]) -> tuple[Output, ...]:
+        """The Outputs that follow from the results of a step's rows."""
+        outputs: list[Output] = []
+        epoch, size, publish = self._epoch, self._memory.block_size, self._memory.publish
+        for row, chunk in zip(rows, chunks):
+            seq = row.seq
+            request = seq.request
+            first = len(seq.tokens) - seq.prompt_len
+            if not (
+                row.tokens == 1
+                and row.samples
+                and seq.plain
+                and seq.phase is _RUNNING
+                and 0 < first < seq.max_new - 1
+                and chunk.finite
+                and (token := chunk.tokens[0]) not in request.stop_ids
+            ):
+                outputs.extend(self._settle_beam(row, chunk) if seq.is_beam else self._settle(row, chunk))
+                continue
+            seq.in_flight -= 1
+            seq.pending -= 1
+            seq.tokens.append(token)
+            seq.computed = computed = row.start + 1
+            if (seq.published + 1) * size <= computed:
+                publish(seq)
+            outputs.append(
+                Output(
+                    request_id=request.id,
+                    index=seq.index,
+                    epoch=epoch,
+                    first=first,
+                    tokens=chunk.tokens,
+                    cached_tokens=seq.leader.cached_tokens,
+                )
+            )
+        return tuple(outputs)
 
     def end(
         self,
@@ -61,17 +99,17 @@ class Settler:
             for index, hypothesis in enumerate(found)
         )
 
-    def _settle(self, row: Row, chunk: ChunkResult) -> Output | None:
+    def _settle(self, row: Row, chunk: ChunkResult) -> tuple[Output, ...]:
         seq, drafted = row.seq, len(row.drafts)
         seq.in_flight -= 1
         seq.pending -= row.samples
         if seq.phase is Phase.FINISHED:  # scheduled before its end was known, or aborted
             self._roster.slots.free(seq)
-            return None
+            return ()
         if drafted:
             self._verified(row, chunk)
         elif not chunk.finite:
-            return self.end(seq, (), (), FinishReason.ERROR, not_finite(row, chunk))
+            return (self.end(seq, (), (), FinishReason.ERROR, not_finite(row, chunk)),)
         else:
             assert len(chunk.tokens) == row.samples + row.known, f"{len(chunk.tokens)} tokens for {row}"
         chunk = take_known(row, chunk)
@@ -85,7 +123,7 @@ class Settler:
                 self._filler.charge(seq)
         finish = finish_of(seq, tokens)
         if finish is not None:
-            return self.end(seq, tokens, logprobs, finish)
+            return (self.end(seq, tokens, logprobs, finish),)
         if tokens:
             self._roster.unblock(seq)
         if seq.phase is Phase.RUNNING:
@@ -93,7 +131,7 @@ class Settler:
         elif seq.in_flight == 0:
             self._roster.slots.free(seq)
             self._roster.enqueue(seq)
-        return output_of(seq, self._epoch, tokens, logprobs) if tokens else None
+        return (output_of(seq, self._epoch, tokens, logprobs),) if tokens else ()
 
     def _settle_beam(self, row: Row, chunk: ChunkResult) -> tuple[Output, ...]:
         """As `_settle`, for a sequence of a beam search: it has Outputs only when the search has ended."""
@@ -132,9 +170,7 @@ class Settler:
         """
         accepted = max(len(chunk.tokens) - 1, 0)
         assert accepted <= len(row.drafts) and (chunk.tokens or not chunk.finite), (row, chunk)
-        self._counts.drafts += 1
-        self._counts.draft_tokens += len(row.drafts)
-        self._counts.accepted_tokens += accepted
+        self._counts.verified(len(row.drafts), accepted)
         if chunk.finite:
             self._speculator.learn(row.seq, len(row.drafts), accepted)
         else:

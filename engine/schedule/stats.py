@@ -1,20 +1,22 @@
-"""What the scheduler tells about itself: counts for metrics, and the state of each sequence for debugging."""
+"""What the scheduler counts, for metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .memory import KVMemory
-from .sequence import Phase, Sequence
+from .sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
     """Counts now (sequences, blocks summed over groups, shares of them) and since the start (the rest).
 
-    `drafts` are chunks with `draft_tokens` proposed tokens together, of which `accepted_tokens` stood. `audits` are of
-    prefix hits, see `engine/audit.py`.
+    `scheduler_s` is the time in the scheduler and the prefix tree, `draft_s` that of a draft model, and `step_s` that
+    of all steps with them.
+    `drafts` are chunks with `draft_tokens` proposed tokens together, of which `accepted_tokens` stood, and of these
+    `accepted_per_position[i]` in place i of a draft. `audits` are of prefix hits, see `engine/audit.py`.
     """
 
     waiting: int
@@ -35,8 +37,20 @@ class SchedulerStats:
     drafts: int
     draft_tokens: int
     accepted_tokens: int
+    accepted_per_position: tuple[int, ...]
+    tier_blocks: int = 0  # places in tier 2
+    tier_blocks_used: int = 0
+    tier_writes: int = 0  # blocks that were evicted to it
+    tier_clean_drops: int = 0  # evicted without a write, for their copies were there
+    tier_hits: int = 0  # read back
+    tier_failures: int = 0  # moves that went wrong: not written, or not what was written
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
     audits: int = 0
     audit_failures: int = 0
+    scheduler_s: float = 0.0
+    draft_s: float = 0.0
+    step_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -52,10 +66,23 @@ class Counts:
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
 
-    def stats(self, memory: KVMemory, waiting: int, running: Collection[Sequence]) -> SchedulerStats:
+    def verified(self, drafted: int, accepted: int) -> None:
+        """Of a draft of `drafted` tokens the first `accepted` stood."""
+        self.drafts += 1
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
+        stood = self.accepted_per_position
+        stood += [0] * (drafted - len(stood))
+        for place in range(accepted):
+            stood[place] += 1
+
+    def stats(
+        self, memory: KVMemory, bytes_per_block: int, waiting: int, running: Collection[Sequence]
+    ) -> SchedulerStats:
         """These counts beside how memory stands now."""
-        pools, tree = memory.pools, memory.tree
+        pools, tree, tier = memory.pools, memory.tree, memory.tier
         return SchedulerStats(
             waiting=waiting,
             running=len(running),
@@ -75,32 +102,13 @@ class Counts:
             drafts=self.drafts,
             draft_tokens=self.draft_tokens,
             accepted_tokens=self.accepted_tokens,
+            accepted_per_position=tuple(self.accepted_per_position),
+            tier_blocks=tier.num_places,
+            tier_blocks_used=tier.num_used,
+            tier_writes=tier.written,
+            tier_clean_drops=tier.clean_drops,
+            tier_hits=tier.read_back,
+            tier_failures=tier.failed,
+            swapped_out_bytes=tier.written * bytes_per_block,
+            swapped_in_bytes=tier.read_back * bytes_per_block,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceState:
-    """Where one sequence stands, for debugging."""
-
-    request_id: str
-    index: int
-    phase: Phase
-    prompt_tokens: int
-    generated_tokens: int
-    computed_tokens: int
-    blocks: int
-    slot: int
-
-
-def state_of(seq: Sequence) -> SequenceState:
-    """Where the sequence stands now."""
-    return SequenceState(
-        request_id=seq.request.id,
-        index=seq.index,
-        phase=seq.phase,
-        prompt_tokens=seq.prompt_len,
-        generated_tokens=seq.generated,
-        computed_tokens=seq.computed,
-        blocks=len(seq.blocks),
-        slot=seq.slot,
-    )

@@ -55,7 +55,15 @@ class Copy(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True):
+class Swap(msgspec.Struct, frozen=True, array_like=True):
+    """Move the KV of one block of every group to `place` in tier 2 (`out`), or from there into these blocks."""
+
+    place: int
+    blocks: tuple[int, ...]
+    out: bool
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Compute positions start .. start + count - 1 of `slot`. Prefill, decode and extend differ only in the numbers.
 
     Tokens from `logits_from` on (an offset into the chunk; `count` means none) get logits, and each such position
@@ -73,7 +81,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
-    """One forward pass. Applied in this order: drop, admit, tables, copies, chunks."""
+    """One forward pass. Applied in this order: drop, admit, tables, swaps (one after the other), copies, chunks."""
 
     index: int
     drop: tuple[int, ...] = ()
@@ -81,9 +89,10 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     tables: tuple[TableDelta, ...] = ()
     copies: tuple[Copy, ...] = ()
     chunks: tuple[Chunk, ...] = ()
+    swaps: tuple[Swap, ...] = ()
 
 
-class ChunkResult(msgspec.Struct, frozen=True, array_like=True):
+class ChunkResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one chunk sampled: one token per position with logits (none for a chunk that ends inside a prompt).
 
     After a `known` position that is the known token. With drafts the tokens end with the first that is not the draft in
@@ -101,7 +110,15 @@ class ChunkResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """`chunks` in the order of the Step's chunks."""
+    """`chunks` in the order of the Step's chunks.
+
+    failed       places of tier 2 that could not be written, or whose content is not what was written there: the blocks
+                 that were to get it hold anything
+    swap_us      how long the swaps took, and compute_us everything else; both 0 without a tier 2
+    """
 
     index: int
     chunks: tuple[ChunkResult, ...] = ()
+    failed: tuple[int, ...] = ()
+    swap_us: int = 0
+    compute_us: int = 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as ListLike
 
-from .policy import Queue, Ticket
+from .policy import Queue
 from .sequence import Phase, Sequence
+from .tickets import Ticket
 
 
 class WaitingLine:
@@ -33,6 +34,14 @@ class WaitingLine:
         )
         self._queued[seq.order] = seq, ticket
         self._queue.push(ticket)
+
+    def hurry(self, seq: Sequence, due: float) -> None:
+        """Let a sequence go before others, if it is in the queue."""
+        if (queued := self._queued.get(seq.order)) is not None:
+            self._queue.remove(queued[1])
+            ticket = queued[1]._replace(due=due)
+            self._queued[seq.order] = seq, ticket
+            self._queue.push(ticket)
 
     def head(self) -> tuple[Sequence, Ticket] | None:
         """Whose turn it is."""

@@ -104,4 +104,13 @@ struct Kv {
   uint8_t* head(long block, int h) const { return arena + block * block_stride + layer_offset + 2 * half_bytes() * h; }
 };
 
+// KeySteering of kernels/ops.py: null without one. For each KV head the pairs in order of rounding [head_dim / 2], and
+// what an error of each does to the pairs behind it [head_dim / 2][4][width].
+struct Steering {
+  const int32_t* order;
+  const float* follow;
+
+  static constexpr int width(int head_dim) { return (head_dim / 2 + 7) / 8 * 8; }
+};
+
 }  // namespace llmctl::cpu

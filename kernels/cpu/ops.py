@@ -33,6 +33,7 @@ from ..ops import (
     RopeStoreArgs,
     SampleArgs,
     find_form,
+    steering_width,
 )
 
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -154,6 +155,7 @@ def build_rope_store(args: RopeStoreArgs) -> tuple[_cpu.Op, ...]:
         args.num_heads,
         args.q_scale,
         _kv(args.kv, args.batch),
+        *_steering(kv),
         args,
     )
     return (native,)
@@ -191,10 +193,10 @@ def accepts_kv_copy(args: KVCopyArgs) -> str | None:
 def build_kv_copy(args: KVCopyArgs) -> CpuKVCopy:
     head_bytes = args.format.head_bytes(args.head_dim)
     block_bytes = 2 * args.num_layers * args.num_kv_heads * args.block_size * head_bytes
-    if block_bytes > args.block_stride:
-        raise ValueError(f"a block holds {block_bytes} bytes, its stride is {args.block_stride}")
+    if args.layer_offset + block_bytes > args.block_stride:
+        raise ValueError(f"a block holds {args.layer_offset + block_bytes} bytes, its stride is {args.block_stride}")
     native = _cpu.KvCopy(
-        _address(args.arena, np.uint8),
+        _address(args.arena, np.uint8) + args.layer_offset,
         args.block_stride,
         args.num_layers,
         args.block_size,
@@ -314,6 +316,19 @@ def _act(act: Act) -> _cpu.Act:
         for form in act.forms
     ]
     return _cpu.Act(act.k, act.max_rows, act.values.shape[0], _address(act.values, np.float32), forms)
+
+
+def _steering(kv: KVLayer) -> tuple[int, int]:
+    """Addresses of the steering's order and follow, zeros without one."""
+    steering, heads, half = kv.steering, kv.num_kv_heads, kv.head_dim // 2
+    if steering is None:
+        return 0, 0
+    shape = heads, half, 4, steering_width(kv.head_dim)
+    if not np.array_equal(np.sort(steering.order, axis=1), np.tile(np.arange(half), (heads, 1))):
+        raise ValueError(f"a steering's order is not a permutation of {half} pairs for each of {heads} heads")
+    if steering.follow.shape != shape:
+        raise ValueError(f"a steering's follow has shape {steering.follow.shape}, not {shape}")
+    return _address(steering.order, np.int32), _address(steering.follow, np.float32)
 
 
 def _kv(kv: KVLayer, batch: Batch) -> _cpu.Kv:

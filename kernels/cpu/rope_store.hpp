@@ -35,6 +35,8 @@ LLMCTL_INLINE void rotate_head(float* head, int half, const float* weight, float
   }
 }
 
+constexpr float kSteerBelow = 1e18f;  // no sum of steering can overflow below it
+
 template <class Isa>
 LLMCTL_INLINE typename Isa::F nan_to_zero(typename Isa::F v) {
   return Isa::select(Isa::equal(v, v), v, Isa::zero());
@@ -57,8 +59,73 @@ LLMCTL_INLINE uint16_t scale_of(const float* x, int count, float top_code) {
   return static_cast<uint16_t>((bits_as<uint32_t>(largest / top_code) + 0xFFFF) >> 16);
 }
 
+// What an 8-bit format makes of 8 values, in place; `scale` is the token's.
 template <class Isa, class Format>
-LLMCTL_INLINE void store_bytes(const Kv& kv, const float* k, const float* v, long block, int kv_head, int offset) {
+LLMCTL_INLINE void round_lanes(float* values, float scale) {
+  typename Format::Elem codes[kLanes];
+  auto v = Isa::load(values);
+  if constexpr (Format::kScaled) v = Isa::div(v, Isa::set1(scale));
+  Format::template store<Isa>(codes, v);
+  v = Isa::mul(Format::template load<Isa>(codes), Isa::set1(Format::kScaled ? scale : Format::kFactor));
+  Isa::store(values, v);
+}
+
+// K of one token, `key`, to `chosen`: values of the format near it whose differences from it cancel each other as far
+// as queries can see (KeySteering of kernels/ops.py). Products and sums are rounded one by one, so that all instruction
+// sets and the reference choose alike.
+template <class Isa, class Format>
+LLMCTL_NOINLINE void steer_key(const Steering& steer, int head_dim, int kv_head, const float* key, float scale,
+                               const float* cos, const float* sin, float* chosen) {
+  using F = typename Isa::F;
+  const int half = head_dim / 2, width = Steering::width(head_dim);
+  const int32_t* order = steer.order + static_cast<long>(kv_head) * half;
+  const float* follow = steer.follow + static_cast<long>(kv_head) * half * 4 * width;
+  alignas(32) float first[kMaxHeadDim / 2] = {}, second[kMaxHeadDim / 2] = {};  // what later pairs are to make good
+  alignas(32) float pair[kLanes] = {};
+  for (int i = 0; i < half; ++i, follow += 4 * width) {
+    const int d = order[i];
+    const float c = cos == nullptr ? 1.0f : cos[d], s = cos == nullptr ? 0.0f : sin[d];
+    const float a = key[d], b = key[d + half];
+    pair[0] = a - (first[i] * c - second[i] * s);
+    pair[1] = b - (second[i] * c + first[i] * s);
+    round_lanes<Isa, Format>(pair, scale);
+    chosen[d] = pair[0];
+    chosen[d + half] = pair[1];
+    const float off_a = pair[0] - a, off_b = pair[1] - b;
+    const F x = Isa::set1(off_a * c + off_b * s), y = Isa::set1(off_b * c - off_a * s);  // turned back
+    for (int j = (i + 1) / kLanes * kLanes; j < half; j += kLanes) {
+      const float* f = follow + j;
+      const F on_first = Isa::add(Isa::mul(x, Isa::load(f)), Isa::mul(y, Isa::load(f + width)));
+      const F on_second = Isa::add(Isa::mul(x, Isa::load(f + 2 * width)), Isa::mul(y, Isa::load(f + 3 * width)));
+      Isa::store(first + j, Isa::add(Isa::load(first + j), on_first));
+      Isa::store(second + j, Isa::add(Isa::load(second + j), on_second));
+    }
+  }
+}
+
+// K as it is to be stored: without NaN, in fp8 cut off at the largest value, and steered where that is asked and safe.
+template <class Isa, class Format>
+LLMCTL_INLINE const float* ready_key(const RopeStoreArgs& a, int kv_head, const float* key, float scale,
+                                     const float* cos, const float* sin, float* clean, float* chosen) {
+  using F = typename Isa::F;
+  F top = Isa::zero();
+  for (int d = 0; d < a.kv.head_dim; d += kLanes) {
+    F v = nan_to_zero<Isa>(Isa::load(key + d));
+    if constexpr (!Format::kScaled) {
+      v = Isa::max(Isa::set1(-Format::kLargest), Isa::min(Isa::set1(Format::kLargest), v));
+    }
+    top = Isa::max(top, Isa::abs(v));
+    Isa::store(clean + d, v);
+  }
+  if (a.steer.order == nullptr || Isa::max_lane(top) >= kSteerBelow || has_nan<Isa>(key, a.kv.head_dim)) return clean;
+  steer_key<Isa, Format>(a.steer, a.kv.head_dim, kv_head, clean, scale, cos, sin, chosen);
+  return chosen;
+}
+
+template <class Isa, class Format>
+LLMCTL_INLINE void store_bytes(const RopeStoreArgs& a, const float* k, const float* v, long block, int kv_head,
+                               int offset, const float* cos, const float* sin) {
+  const Kv& kv = a.kv;
   using F = typename Isa::F;
   using Elem = typename Format::Elem;
   constexpr uint16_t kBf16Nan = 0x7FC0;
@@ -72,9 +139,11 @@ LLMCTL_INLINE void store_bytes(const Kv& kv, const float* k, const float* v, lon
     k_scale = Isa::set1(bits_as<float>(uint32_t{keys.scales[offset]} << 16));
     v_scale = Isa::set1(bits_as<float>(uint32_t{values.scales[offset]} << 16));
   }
+  alignas(32) float clean[kMaxHeadDim], chosen[kMaxHeadDim];
+  const float* ready = ready_key<Isa, Format>(a, kv_head, k, Isa::max_lane(k_scale), cos, sin, clean, chosen);
   for (int d = 0; d < kv.head_dim; d += kLanes) {
     Elem column[kLanes];
-    F key = nan_to_zero<Isa>(Isa::load(k + d)), value = nan_to_zero<Isa>(Isa::load(v + d));
+    F key = Isa::load(ready + d), value = nan_to_zero<Isa>(Isa::load(v + d));
     if constexpr (Format::kScaled) {
       key = Isa::div(key, k_scale);
       value = Isa::div(value, v_scale);
@@ -155,9 +224,9 @@ LLMCTL_NOINLINE void rope_store_tasks(const RopeStoreArgs& a, int task_begin, in
       case KvKind::f32: store_floats<Isa, KvF32>(a.kv, k, v, block, kv_head, offset); break;
       case KvKind::f16: store_floats<Isa, KvF16>(a.kv, k, v, block, kv_head, offset); break;
       case KvKind::bf16: store_floats<Isa, KvBf16>(a.kv, k, v, block, kv_head, offset); break;
-      case KvKind::fp8_e4m3: store_bytes<Isa, KvE4m3>(a.kv, k, v, block, kv_head, offset); break;
-      case KvKind::fp8_e5m2: store_bytes<Isa, KvE5m2>(a.kv, k, v, block, kv_head, offset); break;
-      case KvKind::int8: store_bytes<Isa, KvInt8>(a.kv, k, v, block, kv_head, offset); break;
+      case KvKind::fp8_e4m3: store_bytes<Isa, KvE4m3>(a, k, v, block, kv_head, offset, cos, sin); break;
+      case KvKind::fp8_e5m2: store_bytes<Isa, KvE5m2>(a, k, v, block, kv_head, offset, cos, sin); break;
+      case KvKind::int8: store_bytes<Isa, KvInt8>(a, k, v, block, kv_head, offset, cos, sin); break;
       case KvKind::int16: store_pairs<Isa>(a.kv, k, v, block, kv_head, offset); break;
     }
   }

@@ -56,6 +56,7 @@ struct RopeStoreArgs {
   int num_heads;
   float q_scale;
   Kv kv;
+  Steering steer;
 };
 
 struct AttendArgs {

@@ -49,8 +49,11 @@ class HeadView:
             v = v * _pick(self.value_scales, table).reshape(-1, 1)
         return k, v
 
-    def write(self, block: int, inside: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store K and V, float32 [head_dim] each, of position `inside` of the block."""
+    def write(self, block: int, inside: int, k: torch.Tensor, v: torch.Tensor, near_k: torch.Tensor) -> None:
+        """Store K and V, float32 [head_dim] each, of position `inside` of the block.
+
+        An 8-bit format has the values `near_k` in place of K, with the scale of K.
+        """
         together = self.keys.shape[2]
         keys, values = self.keys[block, :, :, inside], self.values[block, inside // together, inside % together]
         if self.format.kind in FLOAT_BYTES:
@@ -58,18 +61,21 @@ class HeadView:
             values.copy_(v)
             return
         broken = bool(k.isnan().any() or v.isnan().any())
-        k, v = (x.where(~x.isnan(), 0.0) for x in (k, v))
+        k, v, near_k = (x.where(~x.isnan(), 0.0) for x in (k, v, near_k))
         if self.key_scales is not None and self.value_scales is not None:
             tops = _TOP_CODES[self.format.kind]
-            for x, codes, scales, top in ((k, keys, self.key_scales, tops[0]), (v, values, self.value_scales, tops[1])):
-                scale = _bfloat16_above(x.abs().max().clamp(_SMALLEST, _F32_MAX) / top)
-                codes.copy_(torch.round(x / scale.float()).clamp(-top, top).view(codes.shape))
-                scales[block, inside] = scale
+            for x, near, codes, scales, top in (
+                (k, near_k, keys, self.key_scales, tops[0]),
+                (v, v, values, self.value_scales, tops[1]),
+            ):
+                scale = token_scale(x, top)
+                codes.copy_(torch.round(near / scale).clamp(-top, top).view(codes.shape))
+                scales[block, inside] = scale.to(torch.bfloat16)
             if broken:
                 self.key_scales[block, inside] = torch.nan
             return
         limit = _FP8_MAX[self.format.kind]
-        k = k.clamp(-limit, limit)
+        k = near_k.clamp(-limit, limit)
         if broken:
             k[0] = torch.nan
         keys.copy_(k.view(-1, together))
@@ -84,6 +90,24 @@ class HeadView:
         for scales in (self.key_scales, self.value_scales):
             if scales is not None:
                 scales[target, :tokens] = scales[source, :tokens]
+
+
+def token_scale(x: torch.Tensor, top: int = 127) -> torch.Tensor:
+    """The scale of a K or V, float32 [head_dim] or of many [..., head_dim], up to code `top`: a bfloat16 as float32."""
+    return _bfloat16_above(x.abs().amax(dim=-1).clamp(_SMALLEST, _F32_MAX) / top).float()
+
+
+def within_range(kind: str, x: torch.Tensor) -> torch.Tensor:
+    """Values without NaN, in fp8 cut off at the largest."""
+    x = x.where(~x.isnan(), 0.0)
+    return x if kind == "int8" else x.clamp(-_FP8_MAX[kind], _FP8_MAX[kind])
+
+
+def as_stored(kind: str, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """What values without NaN become in an 8-bit format, as float32; `scale` is theirs if the kind has any."""
+    if kind == "int8":
+        return torch.round(x / scale).clamp(-127, 127) * scale
+    return within_range(kind, x).to(_TORCH[kind]).float()
 
 
 def head_view(kv: KVLayer, head: int) -> HeadView:
@@ -128,5 +152,5 @@ def _pick(stored: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 def _bfloat16_above(value: torch.Tensor) -> torch.Tensor:
-    """The smallest bfloat16 not below a positive float32 scalar."""
+    """The smallest bfloat16 not below each positive float32."""
     return ((value.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)

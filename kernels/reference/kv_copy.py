@@ -20,7 +20,7 @@ class KVCopy:
                 view = view_of(
                     args.arena,
                     args.block_stride,
-                    layer * layer_bytes,
+                    args.layer_offset + layer * layer_bytes,
                     head,
                     args.block_size,
                     args.head_dim,

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ..ops import ROWS, F32Array, RopeStoreArgs
-from .kv import head_view
+from ..ops import ROWS, F32Array, KeySteering, RopeStoreArgs
+from .kv import as_stored, head_view, token_scale, within_range
 from .norm import rms_norm
+
+_STEER_BELOW = 1e18  # no sum of steering can overflow below it
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +47,43 @@ class RopeStore:
 
     def _store(self, k: torch.Tensor, v: torch.Tensor, rows: int) -> None:
         batch, kv = self.args.batch, self.args.kv
+        near = k
+        if kv.steering is not None and kv.format.bytes_per_value == 1:
+            near = self._steered(k, kv.steering, torch.from_numpy(batch.position[:rows]).long())
         for head in range(kv.num_kv_heads):
             view = head_view(kv, head)
             for row in range(rows):
                 index, inside = divmod(int(batch.position[row]), kv.block_size)
                 block = int(batch.tables[kv.group][batch.slot[row], index])
-                view.write(block, inside, k[row, head], v[row, head])
+                view.write(block, inside, k[row, head], v[row, head], near[row, head])
+
+    def _steered(self, k: torch.Tensor, steering: KeySteering, positions: torch.Tensor) -> torch.Tensor:
+        """K as it is to be stored, values of the format where it is steered; in float32, operation by operation."""
+        kind, half, steered = self.args.kv.format.kind, self.args.kv.head_dim // 2, k.clone()
+        shape = len(k), half
+        turns = (
+            (torch.ones(shape), torch.zeros(shape))
+            if self.args.cos is None or self.args.sin is None
+            else (torch.from_numpy(self.args.cos)[positions], torch.from_numpy(self.args.sin)[positions])
+        )
+        for head in range(self.args.kv.num_kv_heads):
+            key = within_range(kind, k[:, head])
+            scale = token_scale(key)
+            made_good = torch.zeros(2, half, len(key))  # of each pair, turned back: what earlier errors want
+            for place, d in enumerate(steering.order[head].tolist()):
+                cos, sin = (turn[:, d] for turn in turns)
+                a, b = key[:, d], key[:, d + half]
+                first, second = made_good[:, place]
+                stored_a = as_stored(kind, a - (first * cos - second * sin), scale)
+                stored_b = as_stored(kind, b - (second * cos + first * sin), scale)
+                steered[:, head, d], steered[:, head, d + half] = stored_a, stored_b
+                off_a, off_b = stored_a - a, stored_b - b
+                off = off_a * cos + off_b * sin, off_b * cos - off_a * sin
+                rows = torch.from_numpy(steering.follow[head, place, :, :half])[:, :, None]
+                for target in (0, 1):
+                    made_good[target] += off[0] * rows[2 * target] + off[1] * rows[2 * target + 1]
+        fine = ~k.isnan().any(dim=2) & (k.abs().amax(dim=2) < _STEER_BELOW if kind == "int8" else True)
+        return torch.where(fine[:, :, None], steered, k)
 
 
 def build(args: RopeStoreArgs) -> RopeStore:

@@ -66,13 +66,20 @@ def test_every_option_of_the_command_can_be_in_the_file_flat_or_dotted(console, 
     assert (config.enable_prefix_caching, config.threads, settings.api_keys) == (False, 2, ("k",))
 
 
+def test_speculation_is_spelt_out_or_written_as_on_the_command_line(console, served, write):
+    for text in ("speculative_config:\n  model: small\n", 'engine.speculative-config: \'{"model": "small"}\'\n'):
+        assert app.run(["serve", "--config", write(text)], console) == ExitCode.OK
+        config, _ = served.pop()
+        assert (config.speculative_config.method, config.speculative_config.model) == ("draft_model", "small")
+
+
 @pytest.mark.parametrize(
     ("text", "message", "hint"),
     [
         ("engine:\n  max_num_seq: 3\n", "unknown key `engine.max_num_seq`", "did you mean `max_num_seqs`?"),
         ("scheduler:\n  polcy: fcfs\n", "unknown key `scheduler.polcy`", "did you mean `policy`?"),
         ("cache:\n  gpu_memory_utilization: 1.5\n", "--gpu-memory-utilization is 1.5", "nine tenths"),
-        ("cache:\n  swap_space: 4\n", "has no meaning here", "nothing is swapped"),
+        ("cache:\n  cpu_offload_gb: 4\n", "has no meaning here", "in this machine's memory"),
         ("motor:\n  threads: 2\n", "has a section `motor`", "sections are: engine"),
         ("motor.threads: 2\n", "unknown key `motor.threads`", ""),
         ("engine:\n  max_num_seqs: many\n", "`many` is not a count", ""),

@@ -80,7 +80,8 @@ def test_every_engine_option_reaches_the_config():
         "m --dtype bf16 --kv-cache-dtype half --max-model-len 2k --max-num-seqs 3 --max-num-batched-tokens 1K "
         "--block-size 64 --num-gpu-blocks-override 7 --kv-cache-memory-bytes 1G --no-enable-prefix-caching "
         "--cache-eviction lru --cache-eviction-k 3 "
-        "--scheduling-policy fcfs --threads 2 --seed 9 --async-depth 2 --kernels generic "
+        "--scheduling-policy fair --tenant-weights a=3,b=0.5 --itl-target-ms 80 "
+        "--threads 2 --seed 9 --async-depth 2 --kernels generic "
         '--speculative-config {"num_speculative_tokens":5,"prompt_lookup_max":6}'
     )
     config, sampling = read(*line.split())
@@ -95,7 +96,9 @@ def test_every_engine_option_reaches_the_config():
         num_gpu_blocks_override=7,
         kv_cache_memory_bytes=1 << 30,
         enable_prefix_caching=False,
-        scheduling_policy="fcfs",
+        scheduling_policy="fair",
+        tenant_weights={"a": 3.0, "b": 0.5},
+        itl_target_ms=80.0,
         threads=2,
         seed=9,
         async_depth=2,
@@ -112,7 +115,8 @@ def test_options_of_memory_are_those_that_a_plan_depends_on():
 
     names = set(inspect.signature(memory_config).parameters) - {"model_option"}
     left_out = {"enable_prefix_caching", "scheduling_policy", "threads", "seed", "async_depth", "kernels"}
-    left_out |= {"cache_eviction", "cache_eviction_k", "cache_audit", "speculative_config"}
+    left_out |= {"tenant_weights", "itl_target_ms", "max_prefill_tokens_beside_decode"}
+    left_out |= {"cache_eviction", "cache_eviction_k", "cache_audit", "preemption_mode"}
     assert names == set(EngineConfig.__struct_fields__) - left_out
 
 
@@ -195,9 +199,33 @@ def test_speculation_is_a_name_or_json(given, config):
         ('{"prompt_lookup_min": 3, "prompt_lookup_max": 2}', "prompt_lookup_max of --speculative-config is 2"),
         ('{"num_speculative_tokens": "4"}', "cannot be"),
         ("[]", "cannot be"),
-        ('{"model": "draft"}', "no key `model`"),
+        ('{"drafts": 2}', "no key `drafts`"),
+        ('{"method": "draft_model"}', "names no model"),
     ],
 )
 def test_speculation_that_cannot_work_is_refused(given, message):
     with pytest.raises(UsageError, match=message):
         read("--speculative-config", given)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--tenant-weights alice", "no name with a weight"),
+        ("--tenant-weights =3", "no name with a weight"),
+        ("--tenant-weights alice=0", "the weight of tenant `alice` is 0"),
+        ("--tenant-weights alice=2 --scheduling-policy sjf", "no effect with --scheduling-policy sjf"),
+        ("--itl-target-ms -1", "0 or more milliseconds"),
+        ("--itl-target-ms 50 --max-prefill-tokens-beside-decode 64", "--itl-target-ms is 50"),
+        ("--scheduling-policy best", "--scheduling-policy is `best`"),
+    ],
+)
+def test_scheduling_options_that_cannot_work_are_refused_with_their_value(line, message):
+    with pytest.raises(UsageError, match=message):
+        read(*line.split())
+
+
+def test_an_unknown_policy_is_an_error_that_names_the_choices():
+    with pytest.raises(UsageError) as error:
+        read("--scheduling-policy", "best")
+    assert error.value.hint == "choose one of: hybrid, fcfs, sjf, fair, priority"

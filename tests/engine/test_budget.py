@@ -5,9 +5,10 @@ import re
 import msgspec
 import pytest
 
-from llmctl.engine.budget import blocks_for, choose_kv_format, format_bytes, kv_bytes_per_token, memory_budget
+from llmctl.engine.budget import blocks_for, choose_kv_format, kv_bytes_per_token, memory_budget
 from llmctl.engine.config import EngineConfig
 from llmctl.engine.models.arch import DecoderSpec, RopeSpec
+from llmctl.engine.sizes import format_bytes
 from llmctl.kernels.errors import CapacityError, UsageError
 from llmctl.kernels.formats import KVFormat
 
@@ -161,6 +162,29 @@ def test_cache_format_follows_the_option_then_the_weights(options, formats, kind
     assert budget(formats=formats, **options).kv_format == kind
 
 
+def test_skipped_layers_keep_the_full_format_and_are_counted_so():
+    found = budget(kv_cache_dtype="int8", kv_cache_dtype_skip_layers=("0", "29", "29"))
+    assert found.kv_formats == ("int16", *("int8",) * 28, "int16")
+    assert found.kv_bytes_per_token == 2 * 3 * (2 * 130 + 28 * 66)
+    assert found.kv_format == "int8"
+
+
+def test_layers_with_a_window_are_skipped_by_that_name():
+    spec = msgspec.structs.replace(SPEC, windows=(512, 0, 512) * 10)
+    found = budget(spec=spec, formats=("f32",), kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=("sliding_window",))
+    assert found.kv_formats == ("f32", "fp8_e4m3", "f32") * 10
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("30", "layers are 0 to 29"), ("-1", "0 to 29"), ("sliding_window", "none has a window"), ("all", "0 to 29")],
+)
+def test_a_skipped_layer_that_is_not_there_is_refused(name, hint):
+    with pytest.raises(UsageError, match=f"--kv-cache-dtype-skip-layers names `{name}`") as caught:
+        budget(kv_cache_dtype="int8", kv_cache_dtype_skip_layers=("1", name))
+    assert hint in caught.value.hint
+
+
 def test_more_tokens_sequences_or_vocabulary_need_more_workspace():
     workspace = budget().workspace
     assert budget(max_num_batched_tokens=2048).workspace > workspace
@@ -174,3 +198,24 @@ def test_more_tokens_sequences_or_vocabulary_need_more_workspace():
 )
 def test_sizes_read_in_binary_units(count, text):
     assert format_bytes(count) == text
+
+
+def test_what_does_not_fit_is_shown_as_a_plan_that_adds_up():
+    with pytest.raises(CapacityError) as caught:
+        budget(available=550 * MIB)
+    sizes = {}
+    for line in caught.value.message.splitlines()[1:]:
+        name, value, unit = re.match(r"  ([\w ]+?)  +([\d.]+) (\w+)", line).groups()
+        sizes[name] = float(value) * {"KiB": 1 / 1024, "MiB": 1}[unit]
+    assert list(sizes) == ["weights", "workspace", "KV cache", "reserve", "together", "available"]
+    assert sizes["together"] == pytest.approx(sum(list(sizes.values())[:4]), rel=0.01)
+    assert sizes["available"] == 550 and "less" in caught.value.message.splitlines()[-1]
+
+
+def test_a_share_of_the_memory_that_is_too_small_proposes_the_smallest_that_fits():
+    with pytest.raises(CapacityError, match="reserve .* what `--gpu-memory-utilization 0.02` leaves") as caught:
+        budget(gpu_memory_utilization=0.02)
+    share = float(re.search(r"--gpu-memory-utilization ([\d.]+)`", caught.value.hint)[1])
+    assert budget(gpu_memory_utilization=share).sequences(8192) >= 1
+    with pytest.raises(CapacityError):
+        budget(gpu_memory_utilization=share - 0.01)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import random
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -12,6 +14,8 @@ from llmctl.engine.assemble import build_engine
 from llmctl.engine.config import EngineConfig
 from llmctl.engine.engine import Engine
 from llmctl.engine.request import FinishReason, Output, Request, SamplingParams
+from llmctl.engine.runner import cache
+from llmctl.kernels.errors import CapacityError
 from llmctl.kernels.ops import LOGIT_ROWS
 
 from .tiny import write_checkpoint
@@ -121,3 +125,18 @@ def test_no_mapping_or_array_is_made_in_a_steady_decode_step(folder: str, tmp_pa
     tracemalloc.stop()
     assert largest < 1 << 16, "a step allocated something large"
     assert Path("/proc/self/maps").read_text().count("\n") <= before + 2
+
+
+@pytest.mark.parametrize(
+    ("blocks", "hint"), [(40, "--num-gpu-blocks-override 16"), (16, "a smaller `--max-model-len`")]
+)
+def test_memory_that_the_system_refuses_is_told_with_the_plan(
+    folder: str, blocks: int, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(size: int) -> NoReturn:
+        raise OSError(errno.ENOMEM, f"no {size} bytes")
+
+    monkeypatch.setattr(cache, "_zero_pages", refuse)
+    with pytest.raises(CapacityError, match="the system refused to give (?s:.)* KV cache +") as caught:
+        make_engine(folder, num_gpu_blocks_override=blocks)
+    assert hint in caught.value.hint

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -239,6 +242,53 @@ def test_a_script_for_vllm_runs_after_its_import_was_changed(tmp_path, capsys: p
         assert len(one.token_ids) == len(one.logprobs or ()) == 8 and one.text and one.finish_reason == "length"
     assert sum(len(output.outputs[0].token_ids) for output in outputs) == 24
     engine.close()
+
+
+BENCHMARK = """
+import time
+from {package} import LLM, SamplingParams
+
+
+def benchmark_vllm(model_path, prompts, batch_size, max_new_tokens):
+    llm = LLM(
+        model=model_path,
+        tokenizer=model_path,
+        trust_remote_code=True,
+        dtype="float16",
+        tensor_parallel_size=1,
+        max_num_seqs=batch_size,
+        gpu_memory_utilization=0.2,
+    )
+    sampling_params = SamplingParams(temperature=0.0, top_p=1.0, max_tokens=max_new_tokens)
+    for _ in range(2):
+        llm.generate(prompts[:1], sampling_params, use_tqdm=False)
+    start = time.time()
+    outputs = llm.generate(prompts, sampling_params, use_tqdm=True)
+    elapsed = time.time() - start
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return tokens, elapsed > 0, [output.outputs[0].text for output in outputs]
+
+
+if __name__ == "__main__":
+    print(benchmark_vllm({model!r}, ["one prompt", "another one", "a third"], 2, 5))
+"""
+
+
+def test_a_benchmark_written_for_vllm_runs_as_a_script_of_its_own(tmp_path) -> None:
+    folder = str(write_checkpoint(tmp_path / "model", "llama"))
+    script = tmp_path / "benchmark.py"
+    script.write_text(BENCHMARK.format(package="llmctl", model=folder))
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    tokens, timed, texts = ast.literal_eval(done.stdout)
+    assert 3 <= tokens <= 15 and timed and len(texts) == 3
+    assert "3/3 prompts" in done.stderr
+
+
+def test_what_is_left_to_choose_may_be_said_with_none(tmp_path) -> None:
+    folder = str(write_checkpoint(tmp_path, "llama"))
+    with LLM(folder, max_model_len=None, seed=None, num_gpu_blocks_override=20) as llm:
+        assert (llm.config.max_model_len, llm.config.seed) == (0, 0)
 
 
 @pytest.mark.parametrize(

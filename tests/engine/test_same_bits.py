@@ -66,10 +66,19 @@ WAYS = (
     Way("preempted", {"num_gpu_blocks_override": 30, "block_size": 8, "max_model_len": 200}),
     Way("preempted without cache", {"num_gpu_blocks_override": 30, "block_size": 8, "max_model_len": 200,
                                     "enable_prefix_caching": False}),
+    Way("preempted, swapped", {"num_gpu_blocks_override": 30, "block_size": 8, "max_model_len": 200,
+                               "swap_space": 0.01, "preemption_mode": "swap"}),
+    Way("two steps in flight, preempted, recomputed", {"async_depth": 2, "num_gpu_blocks_override": 30,
+                                                       "block_size": 8, "max_model_len": 200, "swap_space": 0.01,
+                                                       "preemption_mode": "recompute"}),
+    Way("cache warm in tier 2, two steps in flight", {"async_depth": 2, "num_gpu_blocks_override": 30,
+                                                      "block_size": 8, "max_model_len": 200, "swap_space": 0.01,
+                                                      "max_num_seqs": 4}, twice=True),
     Way("two steps in flight", {"async_depth": 2}),
     Way("two steps in flight, preempted", {"async_depth": 2, "num_gpu_blocks_override": 30, "block_size": 8,
                                            "max_model_len": 200}),
     Way("first come first served", {"scheduling_policy": "fcfs"}),
+    Way("prompts cut to 5 tokens beside decodes", {"max_prefill_tokens_beside_decode": 5, "scheduling_policy": "sjf"}),
     Way("in an engine process", {}, process=True),
     Way("no drafts, together", {"speculative_config": OFF}),
     Way("drafts, alone", {"speculative_config": EAGER}, alone=True),
@@ -118,9 +127,11 @@ def run(model: str, dtype: str, way: Way, requests: Sequence[tuple[list[int], Sa
         if way.twice:
             assert sum(output.num_cached_tokens for output in outputs) > 0
         stats = llm.frontend.stats()
-        if "preempted" in way.name and len(requests) >= 16:
+        if "preempted" in way.name and len(requests) >= 12:
             assert stats.preemptions > 0
-        if way.name.startswith("drafts"):
+        if "swap_space" in way.options and len(requests) >= 16:
+            assert stats.tier_hits > 0 or "recomputed" in way.name
+        if way.name.startswith(("drafts", "a draft model")):
             assert stats.draft_tokens > stats.accepted_tokens > 0
     return [
         tuple((one.token_ids, tuple((e.logprob, *e.top_logprobs) for e in one.logprobs)) for one in output.outputs)
@@ -154,6 +165,21 @@ def test_every_format_of_the_cache_gives_the_same_bits(kv: str, tiny: str) -> No
     for way in (way for way in WAYS if way.name in names):
         with_format = replace(way, options={**way.options, "kv_cache_dtype": kv})
         assert run(tiny, "auto", with_format, requests) == calm, way.name
+
+
+def test_a_layer_left_out_of_the_cache_s_format_gives_the_same_bits(tiny: str) -> None:
+    requests = mixed_requests(16, 304, 120)
+    options = {"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": ("1",)}
+    alone = run(tiny, "auto", Way("calm", {**CALM, **options}, alone=True), requests)
+    for way in (way for way in WAYS if way.name in ("together", "chunks of 7", "cache warm", "preempted")):
+        assert run(tiny, "auto", replace(way, options={**way.options, **options}), requests) == alone, way.name
+
+
+def test_with_every_layer_left_out_the_cache_is_as_without_a_format(tiny: str) -> None:
+    requests = mixed_requests(8, 304, 120)
+    skipped = {"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": ("0", "1")}
+    found = [run(tiny, "auto", Way("calm", {**CALM, **more}), requests) for more in ({}, skipped)]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("family", ["qwen2-window", "gemma3"])

@@ -41,6 +41,22 @@ def test_what_never_fits_is_no_matter_of_time():
     assert (error.status, error.retry_s) == (400, None)
 
 
+def test_a_request_that_cannot_wait_for_the_backlog_is_refused_at_once():
+    clock = Clock()
+    admission = Admission(running=2, waiting=9, clock=clock)
+    with admission.admit(1):
+        clock.now += 4
+    with admission.admit(4):
+        with pytest.raises(ApiError) as caught, admission.admit(1, 5.9):  # 3 are ahead of 2 places, 4 s each
+            pass
+        assert (caught.value.status, caught.value.code, caught.value.retry_s) == (429, "max_wait_exceeded", 8)
+        assert "takes about 6.0 s, the request can wait 5.9 s" in caught.value.message
+        with admission.admit(1, 6.0):
+            assert admission.open == 5
+    with admission.admit(2, 0.0):
+        assert admission.open == 2
+
+
 def test_retry_after_is_the_time_that_the_backlog_takes():
     clock = Clock()
     admission = Admission(running=2, waiting=2, clock=clock)

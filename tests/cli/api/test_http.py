@@ -62,6 +62,7 @@ def test_a_body_that_is_no_json_is_a_bad_request(http, body):
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"priority": 1 << 40}, "priority"),
+        ({"max_wait": -1}, "max_wait"),
         ({"stream": True, "stream_options": {"include_usges": True}}, "stream_options.include_usges"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -269,6 +270,8 @@ def test_health_version_metrics_and_the_document_of_the_api(http, server):
     assert after["generation_tokens_total"] - before["generation_tokens_total"] == 5
     assert after["time_to_first_token_seconds_count"] - before["time_to_first_token_seconds_count"] == 1
     assert after["inter_token_latency_seconds_count"] - before["inter_token_latency_seconds_count"] == 4
+    assert 0 < after["scheduler_seconds_total"] < after["step_seconds_total"]
+    assert after["scheduler_share"] == pytest.approx(after["scheduler_seconds_total"] / after["step_seconds_total"])
     document = http.get("/openapi.json").json()
     assert "temperature" in document["components"]["schemas"]["ChatRequest"]["properties"]
     assert CHAT in document["paths"]
@@ -282,8 +285,35 @@ def test_the_log_has_a_line_per_request_without_its_text(http, server):
     assert "s3cret" not in server.stderr
 
 
-def test_a_key_is_asked_for_and_never_shown(start):
-    server = start("--api-key", "one", "--api-key", "two", "--allowed-origins", "https://page.example")
+def test_a_request_that_can_wait_no_time_runs_where_nobody_waits(http):
+    asked = {"messages": HELLO, "max_tokens": 2, "max_wait": 0}
+    assert http.post(CHAT, json=asked).json()["usage"]["completion_tokens"] > 0
+
+
+def test_states_of_requests_are_shown_with_a_key_where_they_are_asked_for_at_the_start(http, server_with_keys):
+    assert http.get("/debug/requests").status_code == 404
+    key = {"authorization": "Bearer one"}
+    with server_with_keys.http() as other:
+        assert refusal(other.get("/debug/requests"), 401)["code"] == "invalid_api_key"
+        answer = other.post(CHAT, json={"messages": HELLO, "max_tokens": 3, "ignore_eos": True}, headers=key)
+        (state,) = [
+            state
+            for state in other.get("/debug/requests", headers=key).json()["sequences"]
+            if state["request_id"].startswith(answer.headers["x-request-id"])
+        ]
+    assert (state["phase"], state["finish"], state["generated_tokens"]) == ("finished", "length", 3)
+    assert [change["phase"] for change in state["trace"]] == ["waiting", "running", "finished"]
+    assert state["tenant"].startswith("key-") and "hello" not in str(state)
+
+
+@pytest.fixture(scope="module")
+def server_with_keys(start):
+    keys = ("--api-key", "one", "--api-key", "two")
+    return start(*keys, "--allowed-origins", "https://page.example", "--enable-debug-requests")
+
+
+def test_a_key_is_asked_for_and_never_shown(server_with_keys):
+    server = server_with_keys
     with server.http() as http:
         response = http.get("/v1/models")
         assert refusal(response, 401)["code"] == "invalid_api_key"

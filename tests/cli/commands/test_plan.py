@@ -17,6 +17,7 @@ from llmctl.engine.models.arch import DecoderSpec, RopeSpec
 from llmctl.engine.models.families import decoder_tensors
 from llmctl.kernels.cpu.pack import packed_bytes
 from llmctl.kernels.device import read_machine
+from llmctl.kernels.errors import UsageError
 from llmctl.kernels.formats import F16, F32, WeightFormat
 from llmctl.quant.formats.stored import StoredTensor
 from tests.engine.quantized import write_quantized
@@ -70,6 +71,26 @@ def test_json_adds_up(budget):
     assert list(report["sequences"]) == ["512", "2048", "4096"]
 
 
+def test_swap_space_is_told_in_blocks_and_is_no_part_of_the_memory(console, budget):
+    swapping = memory_budget(SPEC, SIZE.bytes, tuple(SIZE.formats), EngineConfig(swap_space=0.5), 1 << 30)
+    report, plain = as_json("m", SIZE, swapping), as_json("m", SIZE, budget)
+    assert report["swap_blocks"] == (1 << 29) // swapping.bytes_per_block and plain["swap_blocks"] == 0
+    assert report["swap_bytes"] == report["swap_blocks"] * report["bytes_per_block"]
+    assert report["total_bytes"] == plain["total_bytes"]
+    show(console, "m", SIZE, swapping)
+    assert f"swap space: {swapping.tier_blocks} more blocks" in console.stdout.getvalue()
+
+
+def test_a_swap_space_of_less_than_a_block_is_refused():
+    with pytest.raises(UsageError, match="--swap-space is 1.00 KiB, one KV block of 32 tokens has"):
+        memory_budget(SPEC, SIZE.bytes, tuple(SIZE.formats), EngineConfig(swap_space=2**-20), 1 << 30)
+
+
+def test_a_swap_space_that_the_disk_has_no_room_for_is_refused_with_the_figures(console, checkpoint):
+    assert app.run(["plan", str(checkpoint), "--swap-space", "1000000"], console) == ExitCode.CAPACITY
+    assert "for swapped KV blocks: it needs 977 TiB" in console.stderr.getvalue()
+
+
 def test_what_is_not_kept_stands_below_the_weights(console, budget):
     size = PackedSize(SIZE.bytes, SIZE.formats, ("Q4_K stored as int4g32min: scales rounded to float16",))
     show(console, "m", size, budget)
@@ -81,7 +102,7 @@ def test_table_in_a_file_is_never_cut(console, budget):
     show(console, "a-model-with-a-long-name-" * 10, SIZE, budget)
     text = console.stdout.getvalue()
     assert "a-model-with-a-long-name-" * 10 in text
-    assert f"{budget.num_blocks} blocks of 32 tokens in f16, 512 B per token" in text
+    assert f"{budget.num_blocks} blocks of 32 tokens in int16, 544 B per token" in text
     assert "…" not in text and "\x1b" not in text
 
 
@@ -117,6 +138,25 @@ def test_plan_of_a_folder_counts_its_weights(console, checkpoint):
     assert report["num_blocks"] == 3 * 4096 // 32
 
 
+def test_plan_counts_a_draft_model_in_and_says_how_much_of_it_is_that_ones(console, checkpoint):
+    drafting = json.dumps({"model": str(checkpoint), "num_speculative_tokens": 2})
+    reports = []
+    for options in ([], ["--speculative-config", drafting]):
+        command = ["plan", str(checkpoint), "--json", "--num-gpu-blocks-override", "200", *options]
+        assert app.run(command, console) == ExitCode.OK
+        reports.append(json.loads(console.stdout.getvalue()))
+        console.stdout.seek(0)
+        console.stdout.truncate()
+    alone, both = reports
+    draft = both["draft"]
+    assert alone["draft"] is None and draft["weight_bytes"] == alone["weight_bytes"]
+    assert both["weight_bytes"] == 2 * alone["weight_bytes"]
+    assert both["kv_bytes"] == 2 * alone["kv_bytes"]
+    assert both["workspace_bytes"] == alone["workspace_bytes"] + draft["workspace_bytes"]
+    assert app.run(["plan", str(checkpoint), "--speculative-config", drafting], console) == ExitCode.OK
+    assert "of which draft" in console.stdout.getvalue()
+
+
 def test_plan_of_a_quantized_folder_counts_what_its_codes_take(console, tmp_path):
     write_quantized(write_checkpoint(tmp_path, "llama"), "gptq-sym")
     assert app.run(["plan", str(tmp_path), "--json"], console) == ExitCode.OK
@@ -128,7 +168,7 @@ def test_plan_of_a_decoder_that_only_transformers_has(console, tmp_path):
     assert app.run(["plan", str(folder), "--json", "--dtype", "bfloat16"], console) == ExitCode.OK
     report = json.loads(console.stdout.getvalue())
     assert report["weight_formats"] == {"bf16": 16} and report["max_model_len"] == 512
-    assert report["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 2
+    assert report["kv_bytes_per_token"] == 2 * 2 * 2 * (16 * 2 + 2)
     state = safetensors.numpy.load_file(folder / "model.safetensors").values()
     assert report["weight_bytes"] == sum(tensor.size * (2 if tensor.ndim == 2 else 4) for tensor in state)
 
@@ -142,6 +182,7 @@ def test_plan_of_a_decoder_that_only_transformers_has(console, tmp_path):
         ["--async-depth", "2"],
         ["--scheduling-policy", "fcfs"],
         ["--no-enable-prefix-caching"],
+        ["--preemption-mode", "recompute"],
     ],
     ids=lambda option: option[0],
 )
@@ -162,6 +203,7 @@ def test_option_that_no_figure_depends_on_is_refused(console, checkpoint, option
         ["--num-gpu-blocks-override", "200"],
         ["--kv-cache-memory-bytes", "8M"],
         ["--gpu-memory-utilization", "0.6"],
+        ["--swap-space", "1"],
         ["--model-impl", "transformers"],
     ],
     ids=lambda option: option[0],

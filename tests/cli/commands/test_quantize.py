@@ -23,11 +23,11 @@ from llmctl.cli.console import Console
 from llmctl.cli.exits import ExitCode
 from llmctl.cli.quantize import preflight, samples
 from llmctl.cli.quantize import run as steps
-from llmctl.engine.budget import format_bytes
 from llmctl.engine.llm import LLM
 from llmctl.engine.load.checkpoint import open_checkpoint
 from llmctl.engine.load.hub import Source
 from llmctl.engine.request import SamplingParams
+from llmctl.engine.sizes import format_bytes
 from tests.engine.quantized import write_quantized
 from tests.engine.tiny import SHAPE, write_checkpoint, write_tokenizer
 
@@ -85,9 +85,11 @@ def test_awq_writes_a_folder_that_loads_and_its_card(console: Console, model: Pa
     assert f"{card['kl']['mean']:.4f}" in shown and "calibrated on 4 x 64 tokens: sea.txt" in shown
     formats = {t.format.name for t in open_checkpoint(Source(out, "hf", "t")).tensors.values() if t.format is not None}
     assert formats == {"int4g32int", "f16"}
-    with LLM(str(out), max_model_len=64) as llm:
+    assert len(card["golden"]["tokens"]) == len(card["golden"]["logits"]) == 16
+    with LLM(str(out), max_model_len=64) as llm:  # which compares its logits with the golden ones
         greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         assert len(llm.generate("the sea", greedy)[0].outputs[0].token_ids) == 8
+        assert llm.frontend.client.info.fingerprint == card["golden"]["fingerprint"]
 
 
 def test_names_of_other_tools_and_a_configuration_file_say_the_same(console: Console, model: Path, text: Path) -> None:

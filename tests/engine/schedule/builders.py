@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from llmctl.engine.request import Request, SamplingParams
 from llmctl.engine.schedule.blocks import BlockPool, BlockState
 from llmctl.engine.schedule.limits import SchedulerConfig
+from llmctl.engine.schedule.node import Residency
+from llmctl.engine.schedule.prefix import PrefixTree
 from llmctl.engine.schedule.scheduler import Scheduler
+from llmctl.engine.schedule.tier import Tier
 
 
 def request(
@@ -61,8 +64,10 @@ def check_invariants(scheduler: Scheduler) -> None:
     memory, running = scheduler._memory, list(scheduler._roster.running.values())
     tree, limits = memory.tree, scheduler._config
     assert not memory._held
+    moves = (memory.tier._next, *memory.tier._in_flight)
     for group, pool in enumerate(memory.pools):
         held = Counter(column[group] for seq in running for column in seq.blocks)
+        held.update(column[group] for each in moves for column in each.held)
         published = [node.blocks[group] for node in tree]
         assert len(set(published)) == len(published)
         free = check_runs(pool)
@@ -73,6 +78,7 @@ def check_invariants(scheduler: Scheduler) -> None:
         assert pool.num_free + pool.num_cached + pool.num_active == pool.num_blocks
         assert pool.num_cached == sum(pool.state(block) is BlockState.CACHED for block in range(pool.num_blocks))
     check_tree(tree, limits.block_size)
+    check_tier(memory.tier, tree)
     assert len(running) <= limits.max_num_seqs
     slots = [row.seq.slot for flight in scheduler._in_flight for row in flight.rows if row.seq.slot >= 0]
     used = {seq.slot for seq in running} | set(slots)
@@ -80,7 +86,8 @@ def check_invariants(scheduler: Scheduler) -> None:
     assert len(used) + len(scheduler._roster.slots._free) == limits.max_num_seqs
     for seq in running:
         spare = len(seq.blocks) - memory.blocks_for(seq.scheduled)
-        assert 0 <= spare <= (limits.speculation.method != "none"), "drafts took more than they can use"
+        # a draft has no more tokens than a block; a value beside it that is not finite takes one position back as well
+        assert 0 <= spare <= 2 * (limits.speculation.method != "none"), "drafts took more than they can use"
         assert seq.published * limits.block_size <= seq.computed <= seq.scheduled <= seq.goal
         assert seq.generated + seq.pending <= max(seq.max_new, 0)
     live = sum(len(samples) for samples in scheduler._roster.requests.values())
@@ -109,6 +116,7 @@ def check_tree(tree, block_size: int) -> None:
     below = list(tree._roots.values())
     for node in below:
         below.extend(node.children)
+        assert node.resident == sum(bool(child.blocks) for child in node.children)
         assert node.keys == sorted(node.keys) == [child.tokens for child in node.children]
         for left, right in zip(node.keys, node.keys[1:]):
             assert right[: len(left)] != left, "one child's tokens begin another's"
@@ -116,9 +124,31 @@ def check_tree(tree, block_size: int) -> None:
             reached.append(node)
             assert node.alive and node in node.parent.children and 0 < len(node.tokens) <= block_size
             assert len(node.tokens) == block_size or not node.children
-            assert tree.node_of(node.blocks[0]) is node
+            assert node.residency is not Residency.NOWHERE
+            assert not node.blocks or node.parent.blocks or node.parent.parent is None, "blocks below none"
+            assert not node.blocks or tree.node_of(node.blocks[0]) is node
             assert 0 < len(node.history) <= tree._k and list(node.history) == sorted(node.history, reverse=True)
             if tree._evictable(node):
                 assert (id(node), node.history[-1], node.history[0]) in entries, "a victim that eviction would not find"
-    assert len(reached) == len(tree)
+    assert sum(bool(node.blocks) for node in reached) == len(tree)
     assert len(tree._ghosts) <= tree._max_ghosts
+
+
+def check_tier(tier: Tier, tree: PrefixTree) -> None:
+    """Every place is free, taken by one node that knows it, or given up for good."""
+    places = dict(tier)
+    assert len(set(tier._free)) == len(tier._free) and not set(tier._free) & set(places)
+    assert len(tier._free) + len(places) == tier.num_places
+    for place, node in places.items():
+        assert node.place == place and node.alive, "a copy of what the tree has forgotten"
+    below = list(tree._roots.values())
+    for node in below:
+        below.extend(node.children)
+        assert node.place < 0 or places[node.place] is node
+    order = list(places)
+    for place, node in places.items():
+        if not node.blocks and node not in tier._reading:
+            older = {id(places[each]) for each in order[: order.index(place)]}
+            assert all(id(child) in older for child in node.children), "a copy younger than its parent's"
+    reading = [read.node for each in (tier._next, *tier._in_flight) for read in each.reads]
+    assert tier._reading == set(reading) and len(set(reading)) == len(reading)

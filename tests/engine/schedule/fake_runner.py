@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from llmctl.engine.request import FinishReason, Output, Request
 from llmctl.engine.schedule.limits import SchedulerConfig
+from llmctl.engine.schedule.proposer import Proposer
 from llmctl.engine.schedule.scheduler import Scheduler
 from llmctl.engine.schedule.sequence import mix_seed
 from llmctl.engine.schedule.step import Chunk, ChunkResult, SlotSampling, Step, StepResult
@@ -25,12 +26,17 @@ START = 0x5EED
 class FakeModel:
     """Chooses tokens below `vocab`. One history in `bad_every` gives NaN (0: none).
 
-    In `repeats` of 8 histories the token before alone decides, so that texts run in circles for a while.
+    In `repeats` of 8 histories the token before alone decides, so that texts run in circles for a while. One move to or
+    from tier 2 in `lost_every` goes wrong, and the disk has room for `disk` blocks. A move
+    takes `swap_us`.
     """
 
     vocab: int = 16
     bad_every: int = 0
     repeats: int = 0
+    lost_every: int = 0
+    disk: int = 1 << 30
+    swap_us: int = 5
 
     def finite(self, history: int) -> bool:
         return self.bad_every == 0 or hash((history, -7)) % self.bad_every != 0
@@ -84,6 +90,8 @@ class FakeRunner:
         self.kv: list[list[list[int | None]]] = [
             [[None] * config.block_size for _ in range(count)] for count in config.num_blocks
         ]
+        self.tier: dict[int, list[list[int | None]]] = {}
+        self.moves = 0
         self.next_index = 0
         self.copied_tokens = 0
         self.computed_tokens = 0
@@ -108,8 +116,9 @@ class FakeRunner:
             assert delta.blocks
             assert all(0 <= block < config.num_blocks[delta.group] for block in delta.blocks)
             self.slots[delta.slot].tables[delta.group].extend(delta.blocks)
+        failed = self._swap(step)
         self._copy(step)
-        assert step.chunks, "an empty step"
+        assert step.chunks or step.swaps, "an empty step"
         assert len({chunk.slot for chunk in step.chunks}) == len(step.chunks)
         assert sum(chunk.count for chunk in step.chunks) <= config.max_num_batched_tokens
         assert sum(chunk.count - chunk.logits_from for chunk in step.chunks) <= config.logit_rows
@@ -119,7 +128,33 @@ class FakeRunner:
             self._write(self.slots[chunk.slot], chunk.start, chunk.count)
         for chunk in step.chunks:  # again: has one chunk written over what another reads?
             self._check_reads(self.slots[chunk.slot], chunk.start + chunk.count)
-        return StepResult(step.index, tuple(self._result(chunk) for chunk in step.chunks))
+        chunks = tuple(self._result(chunk) for chunk in step.chunks)
+        return StepResult(
+            step.index, chunks, failed, self.model.swap_us * len(step.swaps), sum(chunk.count for chunk in step.chunks)
+        )
+
+    def _swap(self, step: Step) -> tuple[int, ...]:
+        failed = []
+        for swap in step.swaps:
+            assert 0 <= swap.place < self.config.tier_blocks and len(swap.blocks) == len(self.kv)
+            self.moves += 1
+            lost = self.model.lost_every and hash((self.moves, -11)) % self.model.lost_every == 0
+            if swap.out:
+                self.tier.pop(swap.place, None)
+                if lost or len(self.tier) >= self.model.disk:
+                    failed.append(swap.place)
+                else:
+                    self.tier[swap.place] = [list(kv[block]) for kv, block in zip(self.kv, swap.blocks)]
+            elif lost or swap.place not in self.tier:
+                assert lost or self.model.lost_every or self.model.disk < 1 << 30, "nothing was written there"
+                self.tier.pop(swap.place, None)
+                failed.append(swap.place)
+                for kv, block in zip(self.kv, swap.blocks):
+                    kv[block] = [None] * self.config.block_size
+            else:
+                for kv, block, content in zip(self.kv, swap.blocks, self.tier[swap.place]):
+                    kv[block] = list(content)
+        return tuple(dict.fromkeys(failed))
 
     def _copy(self, step: Step) -> None:
         targets = {(copy.group, copy.target) for copy in step.copies}
@@ -230,9 +265,11 @@ class Received:
 class Loop:
     """Scheduler and fake runner joined, with `depth` steps in flight. `on_step` sees each Step."""
 
-    def __init__(self, config: SchedulerConfig, model: FakeModel | None = None) -> None:
+    def __init__(
+        self, config: SchedulerConfig, model: FakeModel | None = None, proposer: Proposer | None = None
+    ) -> None:
         self.config = config
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, proposer)
         self.runner = FakeRunner(config, model)
         self.results: list[StepResult] = []
         self.steps: list[Step] = []

@@ -23,11 +23,11 @@ def test_only_the_legal_phase_changes_are_possible(before, after):
     seq = Sequence(request("a", [1]), 0, 0, 100)
     seq.phase = before
     if (before, after) in LEGAL:
-        seq.move(after)
-        assert seq.phase is after
+        seq.move(after, 7)
+        assert seq.phase is after and seq.trace == [(Phase.WAITING, 0), (after, 7)]
     else:
         with pytest.raises(IllegalTransition, match="cannot go from"):
-            seq.move(after)
+            seq.move(after, 7)
 
 
 def test_mix_seed_is_splitmix64_and_keeps_seeds_and_samples_apart():

@@ -1,12 +1,13 @@
 """Drafts in steps: who gets them, what rejected ones leave behind, and that nothing else changes by them."""
 
+import random
 from itertools import pairwise
 
 import pytest
 
 from llmctl.engine.config import NO_SPECULATION, SpeculativeConfig
 from llmctl.engine.request import FinishReason
-from llmctl.engine.schedule.speculate import MAX_PAUSE
+from llmctl.engine.schedule.draft_length import MAX_PAUSE
 from llmctl.engine.schedule.step import ChunkResult, StepResult
 
 from .builders import check_invariants, config, request
@@ -204,6 +205,69 @@ def test_speculation_changes_no_token_of_samples_under_preemption(depth, seed):
                 assert (got.tokens, got.finish) == calm_run(each, index, 56, model)
     assert loop.scheduler.stats().accepted_tokens > 0
     assert results[0] == results[1]
+
+
+class Guesser:
+    """Says anything: any number of tokens up to what is wanted, in any step."""
+
+    cost = 0.2
+    seconds = 0.0
+
+    def __init__(self, seed, vocab):
+        self.rng, self.vocab = random.Random(seed), vocab
+        self.asked = self.forgotten = 0
+
+    def foresees(self, seq):
+        return self.rng.random() < 0.8
+
+    def propose(self, wanted):
+        self.asked += len(wanted)
+        for seq, count in wanted:
+            assert count > 0 and seq.scheduled + count <= min(seq.goal, 4 * len(seq.blocks))
+        return [
+            tuple(self.rng.randrange(self.vocab) for _ in range(self.rng.randrange(count + 1))) for _, count in wanted
+        ]
+
+    def forget(self, seq):
+        self.forgotten += 1
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_whoever_guesses_and_whatever_changes_no_token(depth, seed):
+    model, guesser = FakeModel(vocab=2), Guesser(seed, 2)
+    asked = [request(f"{i}", [i, *ROUND[: i + 4]], max_tokens=30, n=1 + i % 2, seed=seed + i) for i in range(5)]
+    speculation = SpeculativeConfig(
+        method="draft_model", model="any", num_speculative_tokens=4, disable_by_batch_size=5
+    )
+    loop = Loop(config(num_blocks=14, max_num_seqs=5, depth=depth, speculation=speculation), model, guesser)
+    loop.add(*asked)
+    while loop.scheduler.has_work:
+        loop.step()
+        check_invariants(loop.scheduler)
+    for each in asked:
+        for index in range(each.sampling.n):
+            got = loop.received[each.id, index]
+            assert (got.tokens, got.finish) == calm_run(each, index, 56, model)
+    stats = loop.scheduler.stats()
+    assert stats.draft_tokens > stats.accepted_tokens == sum(stats.accepted_per_position) > 0
+    assert stats.preemptions > 0 and guesser.asked > stats.drafts and guesser.forgotten == 7
+
+
+def test_every_sequence_has_its_full_draft_where_a_draft_model_may_serve_so_many():
+    speculation = SpeculativeConfig(method="draft_model", model="any", num_speculative_tokens=3)
+    for running, most in ((1, 3), (4, 3), (5, 0)):
+        model = FakeModel(repeats=8)
+        guesser = Guesser(0, 8)
+        guesser.foresees = lambda seq: True
+        guesser.propose = lambda wanted: [(1,) * count for _, count in wanted]
+        loop = Loop(config(num_blocks=200, max_num_seqs=8, speculation=speculation), model, guesser)
+        loop.add(*(request(f"{i}", [*ROUND, i], max_tokens=20) for i in range(running)))
+        while loop.scheduler.has_work:
+            loop.step()
+        full = [step for step in loop.steps if len(step.chunks) == running]
+        widest = max(min(len(chunk.drafts) for chunk in step.chunks) for step in full)
+        assert widest == min(most, 2), "drafts begin with two tokens and these never stand"
 
 
 def test_tenants_are_charged_for_tokens_that_stood_and_not_for_drafts():

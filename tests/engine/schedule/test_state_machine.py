@@ -1,6 +1,6 @@
 """Blocks, tree and scheduler together under random requests, aborts and pipelines, checked after every call.
 
-A long run: `LLMCTL_STATE_STEPS=120000 pytest tests/engine/schedule/test_state_machine.py --log-cli-level=INFO`.
+A long run: `LLMCTL_STATE_STEPS=1000000 pytest tests/engine/schedule/test_state_machine.py --log-cli-level=INFO`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from llmctl.engine.config import SpeculativeConfig
+from llmctl.engine.config import POLICIES, SpeculativeConfig
 from llmctl.engine.request import FinishReason
+from llmctl.engine.schedule.pace import PaceConfig
 from llmctl.kernels.errors import CapacityError
 
 from .builders import check_invariants, config, request
@@ -39,6 +40,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     steps_run = 0
     drafted = 0
     accepted = 0
+    written = 0
+    read_back = 0
+    failed = 0
 
     @initialize(
         num_blocks=st.integers(3, 14),
@@ -48,11 +52,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.sampled_from((1, 3, 8, 64)),
         depth=st.integers(1, 3),
         caching=st.sampled_from((True, True, False)),
-        policy=st.sampled_from(("hybrid", "fcfs")),
+        policy=st.sampled_from(POLICIES),
         bad_every=st.sampled_from((0, 0, 20)),
         eviction_k=st.integers(1, 3),
         repeats=st.sampled_from((0, 4, 7)),
         drafts=st.sampled_from((0, 1, 3, 6)),
+        tier=st.sampled_from((0, 2, 10, 40, 40)),
+        mode=st.sampled_from(("auto", "swap", "recompute")),
+        lost_every=st.sampled_from((0, 0, 4)),
+        disk=st.sampled_from((1 << 30, 1 << 30, 2)),
+        swap_us=st.sampled_from((5, 4000, 20_000)),
+        beside=st.sampled_from((0, 0, 1, 3)),
     )
     def begin(
         self,
@@ -68,8 +78,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         eviction_k,
         repeats,
         drafts,
+        tier,
+        mode,
+        lost_every,
+        disk,
+        swap_us,
+        beside,
     ):
-        self.model = FakeModel(vocab=12, bad_every=bad_every, repeats=repeats)
+        self.model = FakeModel(
+            vocab=12, bad_every=bad_every, repeats=repeats, lost_every=lost_every, disk=disk, swap_us=swap_us
+        )
         speculation = SpeculativeConfig(
             method="ngram" if drafts else "none", num_speculative_tokens=max(drafts, 1), prompt_lookup_min=1
         )
@@ -86,6 +104,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 policy=policy,
                 eviction_k=eviction_k,
                 speculation=speculation,
+                tier_blocks=tier if caching else 0,
+                preemption_mode=mode,
+                pace=PaceConfig(tokens=beside) if beside else None,
                 epoch=3,
             ),
             self.model,
@@ -93,6 +114,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.limit = min(40, num_blocks * block_size)
         self.requests = {}
         self.aborted = set()
+        self.expired = set()
         self.count = 0
 
     @rule(
@@ -134,6 +156,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.aborted.add(chosen)
         self.loop.abort(chosen)
 
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), due=st.integers(0, 9))
+    def hurry(self, data, due):
+        self.loop.scheduler.hurry(data.draw(st.sampled_from(sorted(self.requests))), float(due))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def expire(self, data):
+        chosen = data.draw(st.sampled_from(sorted(self.requests)))
+        outputs = self.loop.scheduler.expire(chosen, "too late")
+        self.loop.take(outputs)
+        if outputs:
+            assert len(outputs) == self.requests[chosen].sampling.n
+            self.expired.add(chosen)
+
     @rule()
     def launch(self):
         self.loop.launch()
@@ -153,6 +190,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def holds(self):
         if hasattr(self, "loop"):
             SchedulerMachine.rules_run += 1
+            if SchedulerMachine.rules_run % 20_000 == 0:
+                log.info("%d rules so far", SchedulerMachine.rules_run)
             check_invariants(self.loop.scheduler)
 
     def teardown(self):
@@ -165,13 +204,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         SchedulerMachine.drafted += loop.scheduler.stats().draft_tokens
         SchedulerMachine.accepted += loop.scheduler.stats().accepted_tokens
         stats = loop.scheduler.stats()
+        SchedulerMachine.written += stats.tier_writes
+        SchedulerMachine.read_back += stats.tier_hits
+        SchedulerMachine.failed += stats.tier_failures
+        assert stats.blocks_free + stats.blocks_cached == sum(loop.config.num_blocks)
         assert (stats.waiting, stats.running, stats.blocks_active) == (0, 0, 0)
         assert len(loop.scheduler._roster.slots._free) == loop.config.max_num_seqs
         for asked in self.requests.values():
             for index in range(asked.sampling.n):
                 got = received[asked.id, index]
                 tokens, finish = calm_run(asked, index, self.limit, self.model)
-                if got.finish is FinishReason.ABORT:
+                if asked.id in self.expired:
+                    assert (got.tokens, got.finish, got.error) == ([], FinishReason.OVERDUE, "too late")
+                elif got.finish is FinishReason.ABORT:
                     assert asked.id in self.aborted
                     assert got.tokens == tokens[: len(got.tokens)]
                 else:
@@ -192,9 +237,13 @@ class TestScheduler(SchedulerMachine.TestCase):
     @classmethod
     def tearDownClass(cls):
         log.info(
-            "%d rules and %d steps were run, %d drafts were made and %d stood",
+            "%d rules and %d steps were run, %d drafts were made and %d stood, %d blocks went to tier 2, %d came back, "
+            "%d were lost",
             SchedulerMachine.rules_run,
             SchedulerMachine.steps_run,
             SchedulerMachine.drafted,
             SchedulerMachine.accepted,
+            SchedulerMachine.written,
+            SchedulerMachine.read_back,
+            SchedulerMachine.failed,
         )

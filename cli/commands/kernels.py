@@ -1,0 +1,101 @@
+"""`llmctl kernels`: compile the kernels of a GPU before they are needed, also where there is none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...engine.config import environment
+from ...kernels.errors import UsageError
+from ..console import Console
+from ..options import Json
+from ..sigterm import sigterm_like_ctrl_c
+
+if TYPE_CHECKING:
+    from ...kernels.cuda.table import ModelNeeds
+
+kernels = typer.Typer(rich_markup_mode=None)  # which would take `[cuda]` for a style
+
+
+ACTIVATIONS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+KV_FORMATS = ("auto", "fp8_e4m3", "fp8_e5m2", "int8")
+
+
+@kernels.callback()
+def group() -> None:
+    """Compile the kernels of a GPU before they are needed."""
+
+
+@kernels.command()
+def build(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Argument(metavar="[MODEL]", help="Whose kernels; without it LLMCTL_MODEL or the default model.")
+    ] = "",
+    all: Annotated[bool, typer.Option("--all", help="Every registered kernel, not one model's.")] = False,
+    arch: Annotated[
+        str, typer.Option(help="Which GPUs: sm_80, sm_86, sm_89, sm_90a (H100, H200), sm_100a or sm_120.")
+    ] = "sm_90a",
+    dtype: Annotated[str, typer.Option(help="Activations: bfloat16, float16 or float32.")] = "bfloat16",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="The KV cache: auto (as the activations), fp8_e4m3, fp8_e5m2 or int8.")
+    ] = "auto",
+    block_size: Annotated[int, typer.Option(help="Tokens per block of the KV cache: 16, 32 or 64.")] = 16,
+    json: Json = False,
+) -> None:
+    """Compile into the cache what a model runs on a GPU, so that its first start need not.
+
+    Neither a GPU nor a driver is needed, only the compiler of `pip install 'llmctl-toolchain[cuda]'`.
+    """
+    from ...kernels.cuda.jit import ARCHITECTURES, Jit
+    from ...kernels.cuda.table import all_kernels, model_kernels
+
+    console: Console = context.obj
+    if arch not in ARCHITECTURES:
+        raise UsageError(f"--arch is `{arch}`", f"choose one of: {', '.join(ARCHITECTURES)}")
+    if all and model:
+        raise UsageError(f"--all and the model `{model}` are both given", "leave one of them out")
+    settings = environment()
+    jit = Jit(settings.cache / "cubins", arch)
+    listed = all_kernels(arch) if all else model_kernels(arch, _needs(model, dtype, kv_cache_dtype, block_size))
+    compiled, spilling = 0, []
+    with sigterm_like_ctrl_c(console), console.progress() as progress:
+        for number, item in enumerate(listed):
+            progress(f"compiling for {arch}", number, len(listed))
+            compiled += not jit.has(item.kernel)
+            resources = jit.get(item.kernel).resources
+            if resources.spill_stores or resources.spill_loads:
+                spilling.append(item.kernel.expression)
+    if json:
+        figures = {"arch": arch, "kernels": len(listed), "compiled": compiled, "spilling": spilling}
+        console.json({**figures, "folder": str(jit.folder)})
+        return
+    console.data(f"{len(listed)} kernels for {arch} in {jit.folder}, {compiled} of them compiled now")
+    for name in spilling:
+        console.say(f"{name} spills registers to memory")
+
+
+def _needs(model: str, dtype: str, kv_cache_dtype: str, block_size: int) -> ModelNeeds:
+    """What decides which kernels the model runs, from its headers alone."""
+    from ...engine.load.checkpoint import open_checkpoint
+    from ...engine.load.hub import resolve
+    from ...kernels.cuda.table import ModelNeeds
+
+    if dtype not in ACTIVATIONS:
+        raise UsageError(f"--dtype is `{dtype}`", f"choose one of: {', '.join(ACTIVATIONS)}")
+    if kv_cache_dtype not in KV_FORMATS:
+        raise UsageError(f"--kv-cache-dtype is `{kv_cache_dtype}`", f"choose one of: {', '.join(KV_FORMATS)}")
+    checkpoint = open_checkpoint(resolve(model, environment=environment()))
+    spec, act = checkpoint.spec, ACTIVATIONS[dtype]
+    return ModelNeeds(
+        act=act,
+        compute=act,
+        kv=act if kv_cache_dtype == "auto" else kv_cache_dtype,
+        head_dim=spec.head_dim,
+        block_size=block_size,
+        hidden_size=spec.hidden_size,
+        activation=spec.activation,
+        windows=tuple(bool(spec.window(layer)) for layer in range(spec.num_layers)),
+        head_norms=any("q_norm" in name for name in checkpoint.tensors),
+    )

@@ -1,0 +1,475 @@
+// Attention over a paged KV cache: prefill, decode and everything between are one kernel, `attend`, and `attend_merge`
+// joins the parts of a context that was split.
+//
+// The query heads that share a KV head are packed with the queries into the rows of a tile (row = query * group + head),
+// so that K and V are read once for all of them. Warps divide a tile's rows (kWarpsM) and the tokens of each step
+// (kWarpsN): prefill takes 4 x 1, decode 1 x 4. Online softmax as in FlashAttention-2 (Dao, 2023), split context as in
+// Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023).
+//
+// Bits: tokens are taken in steps whose ends are fixed multiples of kTile, parts end at fixed positions and are merged in
+// order, and a row never looks at another. So for one instantiation and one split the result depends neither on how
+// many queries, rows or sequences there are nor on the block size.
+//
+// Layout of the cache: a block of `block_stride` bytes holds, `layer_offset` bytes in, for each KV head K [kBlock]
+// [kHeadDim], the scales of K, V likewise, and its scales (bfloat16 [kBlock], int8 only). 16 bytes aligned.
+#pragma once
+
+#include "fragments.cuh"
+
+namespace llmctl::cuda {
+
+constexpr int kWindow = 1, kSoftCap = 2, kSinks = 4;
+
+// What one block of threads computes: rows tile * kRows ... of the sequence's packed rows, over tokens begin ... end.
+// `begin` is a multiple of kTile.
+struct alignas(16) AttendWork {
+  int32_t slot;            // which block table
+  int32_t first_row;       // of q and out: the sequence's first query
+  int32_t queries;         // how many it has
+  int32_t first_position;  // of its first query
+  int32_t tile;
+  int32_t begin, end;
+  int32_t partial;  // where the part goes, -1: it is the whole, and goes to out
+};
+
+// A tile whose context was split: parts first ... first + count.
+struct alignas(16) MergeWork {
+  int32_t first_row, queries, tile, first, count, reserved[3];
+};
+
+constexpr float kLowest = -1e30f;  // below every score; finite, so that it can be subtracted from itself
+constexpr float kLog2e = 1.4426950408889634f;
+
+// tanh to about an ulp of 1, and of x where x is small.
+LLMCTL_DEVICE float tanh_exact(float x) {
+  const float a = fabsf(x);
+  if (a < 0.5f) {
+    // An odd polynomial through the series' terms up to x^13.
+    const float s = x * x;
+    float p = 3.5921280365724810e-3f;
+    p = fmaf(p, s, -8.8632355299021970e-3f);
+    p = fmaf(p, s, 2.1869488536155203e-2f);
+    p = fmaf(p, s, -5.3968253968253970e-2f);
+    p = fmaf(p, s, 1.3333333333333333e-1f);
+    p = fmaf(p, s, -3.3333333333333333e-1f);
+    return fmaf(p * s, x, x);
+  }
+  const float e = exp2_fast(2.0f * kLog2e * a);
+  const float y = 1.0f - 2.0f / (e + 1.0f);
+  return x < 0 ? -y : y;
+}
+
+template <class Act, class Mma, class Kv, int kHeadDim, int kBlock, int kWarpsM, int kWarpsN, int kTile, int kStages,
+          int kFlags>
+struct AttendShape {
+  static constexpr int kRows = 16 * kWarpsM;
+  static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
+  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Kv));
+  static constexpr int kChunks = kRowBytes / 16;  // of 16 bytes, per row of K or V
+  // K is read 4 lanes to a row and 16 bytes a lane where the row divides so; V by ldmatrix, eight rows at once.
+  static constexpr int kLaneBytes = kRowBytes % 64 == 0 ? 16 : kRowBytes % 32 == 0 ? 8 : 4;
+  static constexpr int kLaneSteps = kLaneBytes / static_cast<int>(sizeof(Kv)) / 4;
+  static constexpr bool kSwizzle = kChunks % 8 == 0;  // else rows differ in their banks anyway
+  static constexpr int kVStride = kRowBytes + (kChunks % 2 == 0 ? 16 : 0);
+  static constexpr bool kScaled = kSame<Kv, Int8>;
+  static constexpr int kScaleBytes = kScaled ? kTile * 2 : 0;
+  static constexpr int kStageBytes = kTile * (kRowBytes + kVStride) + 2 * kScaleBytes;
+  static constexpr int kSteps = kHeadDim / 16;
+  static constexpr int kWarpTokens = kTile / kWarpsN;
+  static constexpr bool kQueriesShared = kSteps * static_cast<int>(sizeof(OperandA<Mma>)) > 128;
+  static constexpr int kQueryBytes = kQueriesShared ? kWarpsM * kSteps * 32 * static_cast<int>(sizeof(OperandA<Mma>)) : 0;
+  static constexpr int kOutStride = kHeadDim + 8;
+  static constexpr int kHalfBytes = kBlock * (kRowBytes + (kScaled ? 2 : 0));
+  static_assert(kHeadDim % 32 == 0 && kRowBytes % 16 == 0);
+  static_assert(kWarpTokens % 16 == 0 && kTile % 16 == 0);
+  static_assert(kBlock % 8 == 0 && (kBlock & (kBlock - 1)) == 0);
+  static_assert(kStages >= 2);
+};
+
+// Starts copying one step's K, V and scales. Tokens outside of begin ... end become zeros, so that a weight of 0 can be
+// multiplied with them.
+template <class S, int kBlock, int kTile>
+LLMCTL_DEVICE void load_step(unsigned char* stage, const uint8_t* head, int64_t block_stride, const int32_t* table, int first,
+                             int begin, int end) {
+  const auto row_of = [&](int token, bool valid) {
+    return head + (valid ? table[token / kBlock] * block_stride : 0);
+  };
+  for (int i = threadIdx.x; i < kTile * S::kChunks; i += S::kThreads) {
+    const int row = i / S::kChunks, chunk = i % S::kChunks, token = first + row;
+    const bool valid = token >= begin && token < end;
+    const uint8_t* k = row_of(token, valid) + (valid ? token % kBlock * S::kRowBytes + chunk * 16 : 0);
+    const int placed = S::kSwizzle ? chunk ^ (row & 1) << 2 : chunk;
+    copy_16(stage + row * S::kRowBytes + placed * 16, k, valid);
+    copy_16(stage + kTile * S::kRowBytes + row * S::kVStride + chunk * 16, k + (valid ? S::kHalfBytes : 0), valid);
+  }
+  if constexpr (S::kScaled) {
+    unsigned char* scales = stage + kTile * (S::kRowBytes + S::kVStride);
+    for (int i = threadIdx.x; i < kTile; i += S::kThreads) {
+      // Two tokens at once; a pair is never in two blocks, and one beyond the end is masked by its score.
+      const int row = i / 2 * 2, half = i % 2, token = first + row;
+      const bool valid = token + 1 >= begin && token < end;
+      const uint8_t* k = row_of(token, valid) + (valid ? token % kBlock * 2 + kBlock * S::kRowBytes : 0);
+      copy_4(scales + half * S::kScaleBytes + row * 2, k + (valid ? half * S::kHalfBytes : 0), valid);
+    }
+  }
+}
+
+// Writes four dimensions of one row: values over weights, to which a sink adds its own.
+template <class Act, bool kHasSinks>
+LLMCTL_DEVICE void finish_row(Act* to, float (&v)[4], float top, float weights, const float* sinks, int head) {
+  if constexpr (kHasSinks) {
+    const float sink = sinks[head] * kLog2e, most = fmaxf(top, sink), share = exp2_fast(top - most);
+    weights = fmaf(weights, share, exp2_fast(sink - most));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] *= share;
+  }
+  const float inverse = 1.0f / weights;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) v[i] *= inverse;
+  if constexpr (sizeof(Act) == 4) {
+    store_vec(to, Vec4{{bits_of(v[0]), bits_of(v[1]), bits_of(v[2]), bits_of(v[3])}});
+  } else {
+    store_vec(to, Vec2{{pack_pair<Act>(v[0], v[1]), pack_pair<Act>(v[2], v[3])}});
+  }
+}
+
+// grid: (work items that could be, KV heads). Blocks beyond *num_work do nothing, so that a recorded grid serves any step.
+//   out, q       [rows, heads * kHeadDim], strides in elements
+//   part_values  float32 [parts, KV heads, kRows, kHeadDim]: sums of weight * V
+//   part_scales  float32 [parts, KV heads, kRows, 2]: largest score (in log2) and sum of weights
+//   sinks        float32 [heads]: one more score for every row, whose value is 0
+template <class Act, class Mma, class Kv, int kHeadDim, int kBlock, int kWarpsM, int kWarpsN, int kTile, int kStages,
+          int kFlags>
+__global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
+    attend(Act* out, float* part_values, float* part_scales, const Act* q, const uint8_t* arena, const int32_t* tables,
+           const AttendWork* work, const int32_t* num_work, const float* sinks, int64_t block_stride,
+           int64_t layer_offset, int max_blocks, int q_stride, int out_stride, int group, int window, float scale,
+           float soft_cap) {
+  using S = AttendShape<Act, Mma, Kv, kHeadDim, kBlock, kWarpsM, kWarpsN, kTile, kStages, kFlags>;
+  if (static_cast<int>(blockIdx.x) >= num_work[0]) return;
+  const AttendWork item = work[blockIdx.x];
+  const int kv_head = blockIdx.y, kv_heads = gridDim.y;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int warp_m = warp % kWarpsM, warp_n = warp / kWarpsM;
+  unsigned char* stages = dynamic_shared() + S::kQueryBytes;
+  auto* shared_queries = reinterpret_cast<OperandA<Mma>*>(dynamic_shared());
+
+  // This lane's two rows: g and g + 8 of its warp's 16.
+  int position[2];
+  bool exists[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = item.tile * S::kRows + warp_m * 16 + g + 8 * half;
+    exists[half] = row < item.queries * group;
+    position[half] = item.first_position + row / group;
+  }
+  const int first_query = item.tile * S::kRows / group;
+  const int first_needed = (kFlags & kWindow) ? max(0, item.first_position + first_query + 1 - window) : 0;
+  const uint8_t* head = arena + layer_offset + static_cast<int64_t>(kv_head) * 2 * S::kHalfBytes;
+  const int32_t* table = tables + static_cast<int64_t>(item.slot) * max_blocks;
+  const auto start_step = [&](int step) {
+    const int first = item.begin + step * kTile;
+    if (first < item.end) {
+      load_step<S, kBlock, kTile>(stages + step % kStages * S::kStageBytes, head, block_stride, table, first,
+                                  first_needed, item.end);
+    }
+    copy_commit();
+  };
+#pragma unroll
+  for (int step = 0; step < kStages - 1; ++step) start_step(step);
+
+  OperandA<Mma> queries[S::kQueriesShared ? 1 : S::kSteps];
+#pragma unroll
+  for (int step = 0; step < S::kSteps; ++step) {
+    // Step (chunk, u) takes values u of lane t's share of the chunk, as K's loads below do.
+    const int dim = step / S::kLaneSteps * S::kLaneSteps * 16 + t * S::kLaneSteps * 4 + step % S::kLaneSteps * 4;
+    float values[2][4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = item.tile * S::kRows + warp_m * 16 + g + 8 * half;
+      const Act* from = q + static_cast<int64_t>(item.first_row + row / group) * q_stride +
+                        (kv_head * group + row % group) * kHeadDim + dim;
+      if constexpr (sizeof(Act) == 4) {
+        const Vec4 raw = exists[half] ? load_vec<Vec4>(from) : Vec4{};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) values[half][i] = float_of(raw.w[i]);
+      } else {
+        const Vec2 raw = exists[half] ? load_vec<Vec2>(from) : Vec2{};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          values[half][2 * i] = low_of<Act>(raw.w[i]);
+          values[half][2 * i + 1] = high_of<Act>(raw.w[i]);
+        }
+      }
+    }
+    const OperandA<Mma> a = operand_a<Mma>(values[0], values[1]);
+    if constexpr (S::kQueriesShared) {
+      if (warp_n == 0) shared_queries[(warp_m * S::kSteps + step) * 32 + lane] = a;
+    } else {
+      queries[step] = a;
+    }
+  }
+
+  float acc[kHeadDim / 8][4];
+#pragma unroll
+  for (int n = 0; n < kHeadDim / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc[n][i] = 0;
+  }
+  float largest[2] = {kLowest, kLowest}, sum[2] = {0, 0};
+  // int8: weights are divided by the largest scale of V that the row has seen, a power of two, to stay within float16.
+  float unit[2] = {1.17549435e-38f, 1.17549435e-38f};
+
+  const int steps = (item.end - item.begin + kTile - 1) / kTile;
+  for (int step = 0; step < steps; ++step) {
+    copy_wait<kStages - 2>();
+    __syncthreads();
+    start_step(step + kStages - 1);
+    const unsigned char* stage = stages + step % kStages * S::kStageBytes;
+    const unsigned char* values = stage + kTile * S::kRowBytes;
+    const Bf16* key_scales = reinterpret_cast<const Bf16*>(values + kTile * S::kVStride);
+    const int warp_first = warp_n * S::kWarpTokens;
+    constexpr int kColumns = S::kWarpTokens / 8;
+
+    float score[kColumns][4];
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) score[n][i] = 0;
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < S::kSteps / S::kLaneSteps; ++chunk) {
+      OperandA<Mma> a[S::kLaneSteps];
+#pragma unroll
+      for (int u = 0; u < S::kLaneSteps; ++u) {
+        const int index = chunk * S::kLaneSteps + u;
+        a[u] = S::kQueriesShared ? shared_queries[(warp_m * S::kSteps + index) * 32 + lane]
+                                 : queries[S::kQueriesShared ? 0 : index];
+      }
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+        const int row = warp_first + n * 8 + g;
+        int offset = chunk * 4 * S::kLaneBytes + t * S::kLaneBytes;
+        if constexpr (S::kSwizzle) offset ^= (row & 1) << 6;
+        const unsigned char* from = stage + row * S::kRowBytes + offset;
+        uint32_t words[S::kLaneBytes / 4];
+        if constexpr (S::kLaneBytes == 16) {
+          const Vec4 raw = load_vec<Vec4>(from);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) words[i] = raw.w[i];
+        } else if constexpr (S::kLaneBytes == 8) {
+          const Vec2 raw = load_vec<Vec2>(from);
+          words[0] = raw.w[0];
+          words[1] = raw.w[1];
+        } else {
+          words[0] = load_vec<uint32_t>(from);
+        }
+#pragma unroll
+        for (int u = 0; u < S::kLaneSteps; ++u) {
+          OperandB<Mma> b = expand_words<Mma, Kv>(words + u * sizeof(Kv));
+          if (chunk == 0 && u == 0 && t == 0) show_mark<Mma, Kv>(b, words[0]);
+          multiply_add<Mma>(score[n], a[u], b);
+        }
+      }
+    }
+
+    // Scores in log2, masked ones -inf, and the row's largest. Element i is of row i / 2 and token 2t + i % 2.
+    const int first = item.begin + step * kTile + warp_first;
+    float most[2] = {largest[0], largest[1]}, most_unit[2] = {unit[0], unit[1]};
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int half = i / 2, column = n * 8 + 2 * t + i % 2, token = first + column;
+        float x = score[n][i];
+        if constexpr (S::kScaled) x *= to_float(key_scales[warp_first + column]);
+        x *= scale * kFactor<Mma, Kv>;
+        if constexpr ((kFlags & kSoftCap) != 0) x = soft_cap * tanh_exact(x / soft_cap);
+        bool visible = exists[half] && token <= position[half] && token < item.end;
+        if constexpr ((kFlags & kWindow) != 0) visible = visible && token > position[half] - window;
+        x = visible ? x * kLog2e : -infinity();
+        score[n][i] = x;
+        most[half] = fmaxf(most[half], x);
+        if constexpr (S::kScaled) {
+          const float v = to_float(key_scales[kTile + warp_first + column]);
+          most_unit[half] = visible ? fmaxf(most_unit[half], v) : most_unit[half];
+        }
+      }
+    }
+    float shrink[2], per_unit[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      most[half] = max_lanes<4>(most[half]);
+      const float lost = exp2_fast(largest[half] - most[half]);
+      largest[half] = most[half];
+      sum[half] *= lost;
+      shrink[half] = lost;
+      per_unit[half] = 1;
+      if constexpr (S::kScaled) {
+        // Up to the next power of two.
+        const float up = float_of((bits_of(max_lanes<4>(most_unit[half])) + 0x7fffffu) & 0xff800000u);
+        shrink[half] *= unit[half] / up;
+        unit[half] = up;
+        per_unit[half] = 1.0f / up;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kHeadDim / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[n][i] *= shrink[i / 2];
+    }
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int half = i / 2;
+        float weight = exp2_fast(score[n][i] - largest[half]);
+        sum[half] += weight;
+        if constexpr (S::kScaled) {
+          // A masked token's scale may be anything.
+          const float v = to_float(key_scales[kTile + warp_first + n * 8 + 2 * t + i % 2]) * per_unit[half];
+          weight = weight == 0 ? 0 : weight * v;
+        }
+        score[n][i] = weight;
+      }
+    }
+
+    // Sums of weight * V, 16 tokens at a time.
+#pragma unroll
+    for (int j = 0; j < S::kWarpTokens / 16; ++j) {
+      const float(&even)[4] = score[2 * j];
+      const float(&odd)[4] = score[2 * j + 1];
+      const float row_g[4] = {even[0], even[1], odd[0], odd[1]}, row_g8[4] = {even[2], even[3], odd[2], odd[3]};
+      const OperandA<Mma> a = operand_a<Mma>(row_g, row_g8);
+      const unsigned char* tokens = values + (warp_first + 16 * j) * S::kVStride;
+      if constexpr (sizeof(Kv) == 4) {
+#pragma unroll
+        for (int n = 0; n < kHeadDim / 8; ++n) {
+          OperandB<Mma> b;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            b.r[i] = load_vec<uint32_t>(tokens + (2 * t + i % 2 + i / 2 * 8) * S::kVStride + (n * 8 + g) * 4);
+          }
+          multiply_add<Mma>(acc[n], a, b);
+        }
+      } else {
+#pragma unroll
+        for (int pair = 0; pair < S::kChunks / 2; ++pair) {
+          // Two columns of 16 bytes, and of each the first 8 tokens, then the last 8.
+          uint32_t raw[4];
+          load_matrices<true>(raw, tokens + (lane / 8 % 2 * 8 + lane % 8) * S::kVStride + (2 * pair + lane / 16) * 16);
+#pragma unroll
+          for (int column = 0; column < 2; ++column) {
+            const uint32_t low = raw[2 * column], high = raw[2 * column + 1];
+            if constexpr (sizeof(Kv) == 2) {
+              OperandB<Mma> b;
+              b.r[0] = low;
+              b.r[1] = high;
+              multiply_add<Mma>(acc[2 * pair + column], a, b);
+            } else {
+              // Two dimensions lie side by side in what ldmatrix takes for one: they make two tiles of columns.
+              const int n = 4 * pair + 2 * column;
+              multiply_add<Mma>(acc[n], a, expand<Mma, Kv>(pick_bytes(low, high, 0x6420)));
+              multiply_add<Mma>(acc[n + 1], a, expand<Mma, Kv>(pick_bytes(low, high, 0x7531)));
+            }
+          }
+        }
+      }
+    }
+  }
+  copy_wait<0>();
+  __syncthreads();
+
+  // The warps' parts to shared memory, in place of the stages, and from there in order to where they go.
+  float* parts = reinterpret_cast<float*>(stages);
+  float* scales = parts + kWarpsN * S::kRows * S::kOutStride;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = warp_n * S::kRows + warp_m * 16 + g + 8 * half;
+    const float total = sum_lanes<4>(sum[half]);
+    if (t == 0) {
+      scales[2 * row] = largest[half];
+      scales[2 * row + 1] = total;
+    }
+    const float factor = kFactor<Mma, Kv> * (S::kScaled ? unit[half] : 1.0f);
+    float* to = parts + row * S::kOutStride;
+    if constexpr (sizeof(Kv) == 1) {
+#pragma unroll
+      for (int n = 0; n < kHeadDim / 8; n += 2) {
+        Vec4 four;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) four.w[i] = bits_of(acc[n + i % 2][2 * half + i / 2] * factor);
+        store_vec(to + n * 8 + 4 * t, four);
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < kHeadDim / 8; ++n) {
+        Vec2 two;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) two.w[i] = bits_of(acc[n][2 * half + i] * factor);
+        store_vec(to + n * 8 + 2 * t, two);
+      }
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < S::kRows * kHeadDim / 4; i += S::kThreads) {
+    const int r = i / (kHeadDim / 4), dim = i % (kHeadDim / 4) * 4, row = item.tile * S::kRows + r;
+    if (row >= item.queries * group) continue;
+    float top = kLowest, weights = 0, v[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int w = 0; w < kWarpsN; ++w) top = fmaxf(top, scales[2 * (w * S::kRows + r)]);
+#pragma unroll
+    for (int w = 0; w < kWarpsN; ++w) {
+      const float share = exp2_fast(scales[2 * (w * S::kRows + r)] - top);
+      weights = fmaf(share, scales[2 * (w * S::kRows + r) + 1], weights);
+      const Vec4 four = load_vec<Vec4>(parts + (w * S::kRows + r) * S::kOutStride + dim);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) v[k] = fmaf(share, float_of(four.w[k]), v[k]);
+    }
+    if (item.partial >= 0) {
+      const int64_t place = (static_cast<int64_t>(item.partial) * kv_heads + kv_head) * S::kRows + r;
+      store_vec(part_values + place * kHeadDim + dim,
+                Vec4{{bits_of(v[0]), bits_of(v[1]), bits_of(v[2]), bits_of(v[3])}});
+      if (dim == 0) {
+        part_scales[2 * place] = top;
+        part_scales[2 * place + 1] = weights;
+      }
+    } else {
+      const int h = kv_head * group + row % group;
+      finish_row<Act, (kFlags & kSinks) != 0>(
+          out + static_cast<int64_t>(item.first_row + row / group) * out_stride + h * kHeadDim + dim, v, top, weights,
+          sinks, h);
+    }
+  }
+}
+
+// grid: (merge items that could be, KV heads), 128 threads.
+template <class Act, int kHeadDim, int kRows, bool kHasSinks>
+__global__ void __launch_bounds__(128)
+    attend_merge(Act* out, const float* part_values, const float* part_scales, const MergeWork* work,
+                 const int32_t* num_work, const float* sinks, int out_stride, int group) {
+  if (static_cast<int>(blockIdx.x) >= num_work[0]) return;
+  const MergeWork item = work[blockIdx.x];
+  const int kv_head = blockIdx.y, kv_heads = gridDim.y;
+  for (int i = threadIdx.x; i < kRows * kHeadDim / 4; i += 128) {
+    const int r = i / (kHeadDim / 4), dim = i % (kHeadDim / 4) * 4, row = item.tile * kRows + r;
+    if (row >= item.queries * group) return;
+    const int64_t first = (static_cast<int64_t>(item.first) * kv_heads + kv_head) * kRows + r;
+    const int64_t stride = static_cast<int64_t>(kv_heads) * kRows;
+    float top = kLowest, weights = 0, v[4] = {0, 0, 0, 0};
+    for (int p = 0; p < item.count; ++p) top = fmaxf(top, part_scales[2 * (first + p * stride)]);
+    for (int p = 0; p < item.count; ++p) {
+      const int64_t place = first + p * stride;
+      const float share = exp2_fast(part_scales[2 * place] - top);
+      weights = fmaf(share, part_scales[2 * place + 1], weights);
+      const Vec4 four = load_vec<Vec4>(part_values + place * kHeadDim + dim);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) v[k] = fmaf(share, float_of(four.w[k]), v[k]);
+    }
+    const int h = kv_head * group + row % group;
+    finish_row<Act, kHasSinks>(out + static_cast<int64_t>(item.first_row + row / group) * out_stride + h * kHeadDim + dim,
+                               v, top, weights, sinks, h);
+  }
+}
+
+}  // namespace llmctl::cuda

@@ -1,0 +1,63 @@
+"""The emulator as a machine that ops are bound to: the way to run whole models through CUDA kernels without a GPU."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ..ops import AnyArray, U8Array
+from .call import Call
+from .emulate import Emulation, build
+from .source import Kernel
+
+_SENT = 64  # more than one list of calls refers to
+
+
+@dataclass(slots=True, eq=False)
+class EmulatedMachine:
+    """A GPU of compute capability 8.0 whose memory is the host's, so that arrays are used where they lie."""
+
+    folder: Path
+    capability: tuple[int, int] = (8, 0)
+    processors: int = 4
+    deterministic: bool = True
+    _built: dict[Kernel, Emulation] = field(default_factory=dict)
+    _kept: list[AnyArray] = field(default_factory=list)
+    _sent: deque[AnyArray] = field(default_factory=lambda: deque(maxlen=_SENT))
+    _work: U8Array = field(default_factory=lambda: np.zeros(0, np.uint8))
+
+    def prepare(self, kernels: Sequence[Kernel]) -> None:
+        # Each by itself: which kernels a model needs would else decide what is compiled together, and so again.
+        for kernel in kernels:
+            if kernel not in self._built:
+                self._built[kernel] = build([kernel], "values", self.folder)
+
+    def address(self, array: AnyArray) -> int:
+        return int(array.ctypes.data)
+
+    def upload(self, array: AnyArray) -> int:
+        copy = np.ascontiguousarray(array)
+        self._kept.append(copy)
+        return int(copy.ctypes.data)
+
+    def workspace(self, num_bytes: int) -> int:
+        if self._work.nbytes < num_bytes:
+            self._kept.append(self._work)
+            self._work = np.zeros(num_bytes, np.uint8)
+        return int(self._work.ctypes.data)
+
+    def send(self, array: AnyArray) -> int:
+        self._sent.append(np.ascontiguousarray(array).copy())
+        return int(self._sent[-1].ctypes.data)
+
+    def launch(self, calls: Sequence[Call]) -> None:
+        self.prepare([call.kernel for call in calls])
+        for call in calls:
+            emulation = self._built[call.kernel]
+            done = emulation.launch(call.kernel, call.grid, call.threads, call.shared_bytes, call.arguments)
+            reports = emulation.reports()
+            assert done and not reports, (call.kernel.expression, reports)

@@ -1,0 +1,93 @@
+"""Which tile of linear_mma.cuh serves which sizes, and into how many splits the inputs are cut. Pure functions.
+
+Tiles share one arithmetic, so they follow the number of rows freely. Splits do not: each is a sum of its own. They
+follow the number of rows only outside of `deterministic`, where a row must give the same bits in any company.
+
+What decides: with few rows a layer takes as long as reading its weight, so every SM must have weight under way; with
+many rows it takes as long as multiplying, so a code should be decoded once for as many rows as registers allow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..formats import WeightFormat
+
+UNIT = 64  # inputs of one step
+SHARED_LIMIT = 99 << 10  # what a block may have on every architecture from sm_80 on
+DETERMINISTIC_SPLIT = 2048  # inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """tiles of 16 rows and panels of 16 outputs per warp, warps along each, stages of the ring."""
+
+    tiles_m: int
+    tiles_n: int
+    warps_m: int
+    warps_n: int
+    stages: int
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.tiles_m * self.warps_m
+
+    @property
+    def panels(self) -> int:
+        return self.tiles_n * self.warps_n
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_m * self.warps_n
+
+
+TILES = (
+    Tile(1, 1, 1, 4, 4),  # up to 16 rows
+    Tile(2, 1, 1, 4, 4),
+    Tile(4, 1, 1, 4, 4),
+    Tile(4, 2, 2, 4, 3),  # 128 rows and outputs
+)
+FLOAT_TILES = (*TILES[:3], Tile(4, 2, 2, 4, 2))  # 16-bit weights: two stages of the largest are 64 KiB
+MIN_TILES = (*TILES[:3], Tile(4, 1, 2, 4, 3))  # minima take registers: for half as many outputs
+
+
+def tiles_of(weight: WeightFormat) -> tuple[Tile, ...]:
+    """Every tile that a weight is multiplied with, in ascending order of rows."""
+    return FLOAT_TILES if weight.is_float else MIN_TILES if weight.zero == "min" else TILES
+
+
+def choose_tile(rows: int, weight: WeightFormat) -> Tile:
+    """The smallest tile that takes all rows at once, or the largest."""
+    table = tiles_of(weight)
+    return next((tile for tile in table if tile.rows >= rows), table[-1])
+
+
+def choose_splits(
+    tile: Tile, rows: int, outputs: int, inputs: int, weight: WeightFormat, processors: int, *, deterministic: bool
+) -> tuple[int, int]:
+    """(splits, steps of UNIT inputs in each). Splits hold whole groups, and none is empty.
+
+    processors  how many SMs the GPU has
+    """
+    steps = -(-inputs // UNIT)
+    quantum = 2 if weight.group == 128 else 1
+    if deterministic:
+        wanted = -(-inputs // DETERMINISTIC_SPLIT)
+    else:
+        blocks = -(-rows // tile.rows) * -(-outputs // (16 * tile.panels))
+        # Two blocks per SM, each with at least two rounds of its ring to do, and partial sums that stay small.
+        wanted = max(1, min(2 * processors // blocks, steps // (2 * tile.stages), 16 if rows <= 64 else 4))
+    each = -(-steps // wanted)
+    each = -(-each // quantum) * quantum
+    return -(-steps // each), each
+
+
+def shared_bytes(tile: Tile, weight: WeightFormat, kernel_group: int, *, grouped: bool) -> int:
+    """Dynamic shared memory of linear_mma, as its StageLayout says."""
+    bits = {"int4": 4, "nf4": 4, "int8": 8, "fp8_e4m3": 8}.get(weight.kind, 16)
+    stage = tile.rows * UNIT * 2 + tile.panels * 128 * bits
+    if kernel_group > 0 and not weight.is_float:
+        groups = max(1, UNIT // kernel_group)
+        scale = groups * 16 * (2 if weight.scales == "f16" else 4)
+        stage += tile.panels * (scale + {"none": 0, "int": groups * 16, "min": scale}[weight.zero])
+    return tile.stages * stage + (4 * tile.rows if grouped else 0)

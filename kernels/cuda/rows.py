@@ -1,0 +1,55 @@
+"""Specializations of what is done to rows, heads and blocks: rope_store, embed, rms_norm, act_mul and the KV moves."""
+
+from __future__ import annotations
+
+from .source import Kernel
+from .types import ELEMENTS
+
+NORM_THREADS = (128, 256, 512)
+ACTIVATION = {"silu": 0, "gelu_tanh": 1, "relu2": 2}
+ROPE = {"none": 0, "halves": 1, "interleaved": 2}
+ROW_THREADS = 128
+HEADS_PER_BLOCK = 4
+
+
+def rope_store(act: str, kv: str, head_dim: int, block_size: int, rope: str, *, norm: bool) -> Kernel:
+    """q and k normed and rotated, k and v stored; a block of threads does HEADS_PER_BLOCK heads of a row."""
+    flag = "true" if norm else "false"
+    return Kernel(
+        "rope_store.cuh",
+        f"rope_store<{ELEMENTS[act]}, {ELEMENTS[kv]}, {head_dim}, {block_size}, {ROPE[rope]}, {flag}>",
+    )
+
+
+def embed(act: str) -> Kernel:
+    return Kernel("rows.cuh", f"embed<{ELEMENTS[act]}>")
+
+
+def rms_norm(act: str, width: int, *, residual: bool) -> tuple[Kernel, int]:
+    """The kernel and its threads: as few as keep each at no more than four loads of 16 bytes, where that can be."""
+    per_load = 4 if act == "f32" else 8
+    threads = next((n for n in NORM_THREADS if width <= 4 * per_load * n), NORM_THREADS[-1])
+    return Kernel("rows.cuh", f"rms_norm<{ELEMENTS[act]}, {'true' if residual else 'false'}, {threads}>"), threads
+
+
+def act_mul(act: str, activation: str) -> Kernel:
+    return Kernel("rows.cuh", f"act_mul<{ELEMENTS[act]}, {ACTIVATION[activation]}>")
+
+
+COPY_TOKENS = Kernel("kv_blocks.cuh", "copy_tokens")
+MOVE_BLOCKS = Kernel("kv_blocks.cuh", "move_blocks")
+
+SAMPLE_THREADS = 512
+
+
+def sample(threads: int = SAMPLE_THREADS) -> Kernel:
+    """One block of threads per row of logits; `sample_shared_bytes` of shared memory."""
+    return Kernel("sample.cuh", f"sample<{threads}>")
+
+
+def sample_shared_bytes(threads: int = SAMPLE_THREADS) -> int:
+    """Size of SampleShared: a histogram, a sum, and what each warp and each thread contributes."""
+    return 256 * 8 + 8 + threads // 32 * (4 + 8) + threads * 4 + 8
+
+
+NOISE = Kernel("noise.cuh", "noise_of")

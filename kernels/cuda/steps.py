@@ -1,0 +1,295 @@
+"""The ops of a step besides the linear layers, as ops.py means them, on a machine.
+
+Each op's calls are made for the rows now in the batch. What a step knows on the host only, attention's list of work,
+is sent along. Two things that CPU kernels do are left out: no op writes quantized forms of activations, because linear
+layers here multiply values; and a token outside of the vocabulary gives zeros.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..cpu.pack import unpack
+from ..formats import WeightFormat
+from ..ops import (
+    ATTEND_SPLIT,
+    LOGIT_ROWS,
+    ROWS,
+    SEQS,
+    ActMulArgs,
+    AnyArray,
+    AttendArgs,
+    Batch,
+    EmbedArgs,
+    F32Array,
+    KVCopy,
+    KVCopyArgs,
+    NormArgs,
+    PackedWeight,
+    RopeStoreArgs,
+)
+from . import rows as kernels
+from .attend import MERGE_THREADS, WINDOW, AttendShape, Queries, plan_attention, table_of_counts
+from .call import Argument, Call
+from .jit import architecture
+from .machine import Machine
+from .source import Kernel
+from .tiles import choose_attend
+from .types import ELEMENTS
+
+DTYPES = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16", np.dtype(np.uint16): "bf16"}
+VALUES = {"f32": 4, "f16": 8, "bf16": 8}  # in 16 bytes
+_THREADS = 128
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepOp:
+    """An op whose calls follow from how many rows the batch has."""
+
+    machine: Machine
+    batch: Batch
+    count: int  # ROWS or LOGIT_ROWS
+    calls: Callable[[int], list[Call]]
+
+    def run(self) -> None:
+        if (rows := int(self.batch.counts[self.count])) > 0:
+            self.machine.launch(self.calls(rows))
+
+
+def refuse_rows(x: AnyArray, width: int) -> str | None:
+    """Why rows of this width have no kernel, None if they do: they must lie without gaps, in whole vectors."""
+    if x.dtype not in DTYPES:
+        return f"activations are {x.dtype}"
+    if x.shape[1] != width:
+        return f"rows of {width} values are padded to {x.shape[1]}"
+    return None if width % VALUES[DTYPES[x.dtype]] == 0 else f"{width} values are no multiple of 16 bytes"
+
+
+def refuse_embed(args: EmbedArgs) -> str | None:
+    return refuse_rows(args.out, args.out.shape[1])
+
+
+def build_embed(args: EmbedArgs, machine: Machine) -> tuple[StepOp]:
+    """The table is kept as values of the activations' type, as rows of the output are."""
+    table = np.zeros((args.weight.n, args.out.shape[1]), np.float32)
+    table[:, : args.weight.k] = values_of(args.weight)
+    dtype, vocabulary, width = DTYPES[args.out.dtype], args.weight.n, args.out.shape[1]
+    fixed = (
+        _at(machine, args.out), _p(machine.upload(as_stored(table, dtype))), _at(machine, args.batch.token),
+        _count(machine, args.batch, ROWS), _i(width), _i(vocabulary), ctypes.c_float(args.scale),
+    )  # fmt: skip
+    kernel = kernels.embed(dtype)
+    return (StepOp(machine, args.batch, ROWS, lambda rows: [Call(kernel, (rows, 1, 1), _THREADS, 0, fixed)]),)
+
+
+def refuse_norm(args: NormArgs) -> str | None:
+    width = len(args.weight)
+    return refuse_rows(args.x, width) or refuse_rows(args.act.values, width)
+
+
+def build_norm(args: NormArgs, machine: Machine) -> tuple[StepOp]:
+    dtype, width = DTYPES[args.x.dtype], len(args.weight)
+    kernel, threads = kernels.rms_norm(dtype, width, residual=False)
+    count = LOGIT_ROWS if args.logit_rows_only else ROWS
+    fixed = (
+        _at(machine, args.act.values), _at(machine, args.x), _p(0),
+        _p(machine.upload(as_stored(args.weight, dtype))),
+        _at(machine, args.batch.logit_rows) if args.logit_rows_only else _p(0),
+        _count(machine, args.batch, count), _i(width), ctypes.c_float(args.eps),
+    )  # fmt: skip
+    shared = threads // 32 * 4
+    return (StepOp(machine, args.batch, count, lambda rows: [Call(kernel, (rows, 1, 1), threads, shared, fixed)]),)
+
+
+def refuse_act_mul(args: ActMulArgs) -> str | None:
+    if args.activation not in kernels.ACTIVATION:
+        return f"activation {args.activation}"
+    return refuse_rows(args.act.values, args.act.k)
+
+
+def build_act_mul(args: ActMulArgs, machine: Machine) -> tuple[StepOp]:
+    dtype, width = DTYPES[args.act.values.dtype], args.act.k
+    kernel = Kernel("apart.cuh", f"act_mul_apart<{ELEMENTS[dtype]}, {kernels.ACTIVATION[args.activation]}>")
+    fixed = (
+        _at(machine, args.act.values), _at(machine, args.gate), _at(machine, args.up),
+        _count(machine, args.batch, ROWS), _i(width), _i(args.gate.shape[1]),
+    )  # fmt: skip
+    across = -(-width // (_THREADS * VALUES[dtype]))
+    return (StepOp(machine, args.batch, ROWS, lambda rows: [Call(kernel, (rows, across, 1), _THREADS, 0, fixed)]),)
+
+
+def refuse_rope_store(args: RopeStoreArgs) -> str | None:
+    if (args.q_norm is None) != (args.k_norm is None):
+        return "a norm of queries or of keys alone"
+    return _refuse_cache(args.q, args.kv.format.kind, args.kv.head_dim, args.kv.block_size)
+
+
+def build_rope_store(args: RopeStoreArgs, machine: Machine) -> tuple[StepOp]:
+    kv, dtype = args.kv, DTYPES[args.q.dtype]
+    table = args.batch.tables[kv.group]
+    rope = "none" if args.cos is None else "halves"
+    kernel = kernels.rope_store(dtype, kv.format.kind, kv.head_dim, kv.block_size, rope, norm=args.q_norm is not None)
+
+    def constant(array: F32Array | None, kind: str) -> ctypes.c_void_p:
+        return _p(0 if array is None else machine.upload(as_stored(array, kind)))
+
+    fixed: tuple[Argument, ...] = (
+        _at(machine, args.q), _at(machine, args.k), _at(machine, args.v), _at(machine, kv.arena), _at(machine, table),
+        _at(machine, args.batch.slot), _at(machine, args.batch.position), _count(machine, args.batch, ROWS),
+        constant(args.q_norm, dtype), constant(args.k_norm, dtype),
+        constant(args.cos, "f32"), constant(args.sin, "f32"),
+        _l(kv.block_stride), _l(kv.layer_offset), _i(table.shape[1]), _i(args.num_heads), _i(kv.num_kv_heads),
+        _i(args.q.shape[1]), _i(args.k.shape[1]), _i(kv.head_dim), ctypes.c_float(args.norm_eps),
+    )  # fmt: skip
+    width = args.num_heads * kv.head_dim
+    scale = Kernel("apart.cuh", f"scale_rows<{ELEMENTS[dtype]}>")
+    scaling = (
+        _at(machine, args.q), _count(machine, args.batch, ROWS), _i(width), _i(args.q.shape[1]),
+        ctypes.c_float(args.q_scale),
+    )  # fmt: skip
+    heads = -(-(args.num_heads + kv.num_kv_heads) // kernels.HEADS_PER_BLOCK)
+    across = -(-width // (_THREADS * VALUES[dtype]))
+
+    def calls(rows: int) -> list[Call]:
+        return [
+            Call(kernel, (rows, heads, 1), _THREADS, 0, fixed),
+            Call(scale, (rows, across, 1), _THREADS, 0, scaling),
+        ]
+
+    return (StepOp(machine, args.batch, ROWS, calls),)
+
+
+def refuse_attend(args: AttendArgs) -> str | None:
+    width = args.num_heads * args.kv.head_dim
+    return refuse_rows(args.act.values, width) or _refuse_cache(
+        args.q, args.kv.format.kind, args.kv.head_dim, args.kv.block_size
+    )
+
+
+def build_attend(args: AttendArgs, machine: Machine) -> tuple[StepOp]:
+    """One tile and one cut serve prefill and decode alike, so that bits do not depend on which of them a row is in."""
+    kv, dtype = args.kv, DTYPES[args.q.dtype]
+    shape = choose_attend(
+        architecture(*machine.capability), dtype, dtype, kv.format.kind, kv.head_dim, kv.block_size,
+        WINDOW if args.window else 0, prefill=False,
+    )  # fmt: skip
+    assert ATTEND_SPLIT % shape.tile == 0, shape.tile
+    return (StepOp(machine, args.batch, ROWS, lambda rows: _attention(args, machine, shape)),)
+
+
+def _attention(args: AttendArgs, machine: Machine, shape: AttendShape) -> list[Call]:
+    kv, batch, group = args.kv, args.batch, args.num_heads // args.kv.num_kv_heads
+    table, width = batch.tables[kv.group], args.num_heads * kv.head_dim
+    sequences = [
+        Queries(int(batch.slot[first]), int(first), int(count), int(batch.position[first]))
+        for first, count in zip(batch.seq_first, batch.seq_rows, strict=True)
+    ][: int(batch.counts[SEQS])]
+    plan = plan_attention(
+        sequences, group=group, rows=shape.rows, tile=shape.tile, split=ATTEND_SPLIT, window=args.window
+    )
+    counts = machine.send(table_of_counts(plan))
+    rows_of_parts = plan.parts * kv.num_kv_heads * shape.rows
+    parts = machine.workspace(4 * rows_of_parts * (kv.head_dim + 2))
+    scales = parts + 4 * rows_of_parts * kv.head_dim
+    out = _at(machine, args.act.values)
+    calls = [
+        Call(
+            shape.kernel, (len(plan.work), kv.num_kv_heads, 1), shape.threads, shape.shared_bytes,
+            (
+                out, _p(parts), _p(scales), _at(machine, args.q), _at(machine, kv.arena), _at(machine, table),
+                _p(machine.send(plan.work)), _p(counts), _p(0), _l(kv.block_stride), _l(kv.layer_offset),
+                _i(table.shape[1]), _i(args.q.shape[1]), _i(width), _i(group), _i(args.window),
+                ctypes.c_float(1.0), ctypes.c_float(0.0),
+            ),
+        )
+    ]  # fmt: skip
+    if plan.parts:
+        merging = (
+            out, _p(parts), _p(scales), _p(machine.send(plan.merge)), _p(counts + 4), _p(0), _i(width), _i(group)
+        )  # fmt: skip
+        calls.append(Call(shape.merge_kernel, (len(plan.merge), kv.num_kv_heads, 1), MERGE_THREADS, 0, merging))
+    return calls
+
+
+def refuse_kv_copy(args: KVCopyArgs) -> str | None:
+    row = args.head_dim * args.format.bytes_per_value
+    return None if row % 16 == 0 else f"heads of {row} bytes are no multiple of 16"
+
+
+def build_kv_copy(args: KVCopyArgs, machine: Machine) -> KVCopy:
+    row, halves = args.head_dim * args.format.bytes_per_value, args.num_layers * args.num_kv_heads * 2
+
+    def copy(source: int, target: int, tokens: int) -> None:
+        copies = machine.send(np.array([source, target, tokens], np.int32))
+        arguments = (
+            _at(machine, args.arena), _p(copies), _l(args.block_stride), _i(args.block_size), _i(row),
+            _i(args.format.scale_bytes),
+        )  # fmt: skip
+        machine.launch([Call(kernels.COPY_TOKENS, (1, halves, 1), _THREADS, 0, arguments)])
+
+    return copy
+
+
+def values_of(weight: PackedWeight) -> F32Array:
+    """The weight's values [n, k], each product and sum rounded once."""
+    format: WeightFormat = weight.format
+    data, scales, zeros = unpack(weight)
+    if format.kind == "bf16":
+        return (data.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    values: F32Array = data.astype(np.float32)
+    if format.is_float:
+        return values
+    assert scales is not None
+    values = values.reshape(weight.n, -1, format.group)
+    if format.zero == "int":
+        assert zeros is not None
+        values -= zeros.astype(np.float32)[:, :, None]
+    elif format.zero == "none" and format.kind == "int4":
+        values -= np.float32(8)
+    values = values * scales.astype(np.float32)[:, :, None]
+    if format.zero == "min":
+        assert zeros is not None
+        values += zeros.astype(np.float32)[:, :, None]
+    return values.reshape(weight.n, weight.k)
+
+
+def as_stored(values: F32Array, dtype: str) -> AnyArray:
+    """float32 values rounded to nearest even in a type, bfloat16 as its bits."""
+    if dtype == "bf16":
+        bits = values.view(np.uint32)
+        return ((bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    return values.astype(np.float16) if dtype == "f16" else values
+
+
+def _refuse_cache(q: AnyArray, kv: str, head_dim: int, block_size: int) -> str | None:
+    if q.dtype not in DTYPES:
+        return f"activations are {q.dtype}"
+    if kv in ("f32", "f16", "bf16") and kv != DTYPES[q.dtype]:
+        return f"a {kv} cache with {DTYPES[q.dtype]} activations"
+    if head_dim % 32 != 0 or not 32 <= head_dim <= 256:
+        return f"heads of {head_dim} dimensions; multiples of 32 up to 256 are known"
+    return None if block_size in (16, 32, 64) else f"blocks of {block_size} tokens; 16, 32 and 64 are known"
+
+
+def _at(machine: Machine, array: AnyArray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(machine.address(array))
+
+
+def _count(machine: Machine, batch: Batch, which: int) -> ctypes.c_void_p:
+    return ctypes.c_void_p(machine.address(batch.counts) + 4 * which)
+
+
+def _p(address: int) -> ctypes.c_void_p:
+    return ctypes.c_void_p(address)
+
+
+def _i(value: int) -> ctypes.c_int32:
+    return ctypes.c_int32(value)
+
+
+def _l(value: int) -> ctypes.c_int64:
+    return ctypes.c_int64(value)

@@ -1,0 +1,148 @@
+"""Every specialization that is registered: what `kernels build` compiles, and what the static gate looks at.
+
+A model needs few of them; `--all` is every combination of types and common sizes. A kernel that is launched but not
+listed here would be compiled in the middle of a request, and looked at by no test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from . import rows
+from .attend import MERGE_THREADS, SINKS, SOFT_CAP, WINDOW, AttendShape, refusal
+from .source import Kernel
+from .tiles import choose_attend
+from .types import ACTIVATIONS, EIGHT_BIT_KV
+
+HEAD_DIMS = (64, 96, 128, 256)
+BLOCK_SIZES = (16, 32)
+FLAGS = (0, WINDOW, SINKS | WINDOW, SOFT_CAP, SOFT_CAP | WINDOW)
+COMPUTE = {"f16": ("f16",), "bf16": ("bf16",), "f32": ("f32", "tf32", "bf16")}
+WIDTHS = (1024, 4096, 8192)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A kernel as it is launched: how many threads and how much dynamic shared memory a block of it has.
+
+    in_flight  bytes that a block has asked memory for while it computes, 0 where that is not by design
+    """
+
+    kernel: Kernel
+    threads: int
+    shared_bytes: int = 0
+    in_flight: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNeeds:
+    """What of a model decides which kernels it runs."""
+
+    act: str
+    compute: str
+    kv: str
+    head_dim: int
+    block_size: int
+    hidden_size: int
+    activation: str
+    windows: tuple[bool, ...]  # whether there are layers without and with a window
+    head_norms: bool
+
+
+def model_kernels(arch: str, needs: ModelNeeds) -> list[Listed]:
+    """Every kernel that a model's forward pass and its sampling launch."""
+    listed = [
+        Listed(rows.embed(needs.act), rows.ROW_THREADS),
+        *(_norm(needs.act, needs.hidden_size, residual) for residual in (False, True)),
+        Listed(rows.act_mul(needs.act, needs.activation), rows.ROW_THREADS),
+        Listed(
+            rows.rope_store(needs.act, needs.kv, needs.head_dim, needs.block_size, "halves", norm=needs.head_norms),
+            rows.ROW_THREADS,
+        ),
+        *_shared(),
+    ]
+    for windowed in dict.fromkeys(needs.windows):
+        for prefill in (False, True):
+            listed += _attention(
+                choose_attend(
+                    arch, needs.act, needs.compute, needs.kv, needs.head_dim, needs.block_size,
+                    WINDOW if windowed else 0, prefill=prefill,
+                )
+            )  # fmt: skip
+    return _once(listed)
+
+
+def representatives(arch: str) -> list[Listed]:
+    """At least one of each template, and of attention the kinds that differ most: what CI compiles."""
+    listed = [
+        Listed(rows.embed("bf16"), rows.ROW_THREADS),
+        _norm("bf16", 4096, residual=True),
+        Listed(rows.act_mul("bf16", "silu"), rows.ROW_THREADS),
+        Listed(rows.rope_store("bf16", "fp8_e4m3", 128, 16, "halves", norm=True), rows.ROW_THREADS),
+        *_shared(),
+    ]
+    for act, compute, kv, flags, prefill in (
+        ("bf16", "bf16", "bf16", 0, False),
+        ("bf16", "bf16", "bf16", 0, True),
+        ("bf16", "bf16", "fp8_e4m3", 0, False),
+        ("f16", "f16", "int8", WINDOW, False),
+        ("f32", "f32", "f32", 0, False),
+    ):
+        listed += _attention(choose_attend(arch, act, compute, kv, 128, 16, flags, prefill=prefill))
+    return _once(listed)
+
+
+def all_kernels(arch: str) -> list[Listed]:
+    """Every combination of types, head sizes, block sizes and flags."""
+    listed = _shared()
+    for act in ACTIVATIONS:
+        listed.append(Listed(rows.embed(act), rows.ROW_THREADS))
+        listed += (_norm(act, width, residual) for width in WIDTHS for residual in (False, True))
+        listed += (Listed(rows.act_mul(act, name), rows.ROW_THREADS) for name in rows.ACTIVATION)
+        for kv, head_dim, block_size in _caches(act):
+            for rope in rows.ROPE:
+                for norm in (False, True):
+                    kernel = rows.rope_store(act, kv, head_dim, block_size, rope, norm=norm)
+                    listed.append(Listed(kernel, rows.ROW_THREADS))
+            for compute in COMPUTE[act]:
+                if refusal(act, compute, kv) is not None:
+                    continue
+                for flags in FLAGS:
+                    for prefill in (False, True):
+                        shape = choose_attend(arch, act, compute, kv, head_dim, block_size, flags, prefill=prefill)
+                        listed += _attention(shape)
+    return _once(listed)
+
+
+def _caches(act: str) -> Iterator[tuple[str, int, int]]:
+    for kv in (act, *EIGHT_BIT_KV):
+        for head_dim in HEAD_DIMS:
+            for block_size in BLOCK_SIZES:
+                yield kv, head_dim, block_size
+
+
+def _attention(shape: AttendShape) -> list[Listed]:
+    # The step being computed has arrived; the others are under way.
+    in_flight = (shape.stages - 1) * shape.stage_bytes
+    return [
+        Listed(shape.kernel, shape.threads, shape.shared_bytes, in_flight),
+        Listed(shape.merge_kernel, MERGE_THREADS),
+    ]
+
+
+def _norm(act: str, width: int, residual: bool) -> Listed:
+    kernel, threads = rows.rms_norm(act, width, residual=residual)
+    return Listed(kernel, threads, threads // 32 * 4)
+
+
+def _shared() -> list[Listed]:
+    return [
+        Listed(rows.COPY_TOKENS, rows.ROW_THREADS),
+        Listed(rows.MOVE_BLOCKS, rows.ROW_THREADS),
+        Listed(rows.sample(), rows.SAMPLE_THREADS, rows.sample_shared_bytes()),
+    ]
+
+
+def _once(listed: Iterable[Listed]) -> list[Listed]:
+    return list(dict.fromkeys(listed))

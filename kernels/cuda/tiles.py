@@ -1,0 +1,80 @@
+"""Which specialization serves what: tiles, stages and threads as pure functions of sizes and of the GPU.
+
+Limits of shared memory and of registers are facts of an architecture; the rest are judgements that a measurement on a
+GPU may change, and only here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import NoKernel
+from .attend import AttendShape, refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Sm:
+    """One streaming multiprocessor. Bytes of shared memory: that one block may have, and that there are."""
+
+    block_shared: int
+    shared: int
+    warps: int
+    registers: int = 65536
+    blocks: int = 32
+
+
+_BIG, _SMALL = (163 << 10, 164 << 10), (99 << 10, 100 << 10)
+SMS = {
+    "sm_80": Sm(*_BIG, warps=64),
+    "sm_86": Sm(*_SMALL, warps=48, blocks=16),
+    "sm_89": Sm(*_SMALL, warps=48, blocks=24),
+    "sm_90a": Sm(227 << 10, 228 << 10, warps=64),
+    "sm_100a": Sm(227 << 10, 228 << 10, warps=64),
+    "sm_120": Sm(*_SMALL, warps=48, blocks=24),
+}
+_RESERVED_SHARED = 1 << 10  # that the system takes for each block
+
+# (warps over rows, warps over tokens, tokens per step), in order of preference.
+_DECODE = ((1, 4, 64), (1, 2, 32), (1, 1, 16))
+_PREFILL = ((4, 1, 64), (4, 1, 32), (4, 1, 16), (2, 1, 16))
+
+
+def choose_attend(
+    arch: str, act: str, compute: str, kv: str, head_dim: int, block_size: int, flags: int, *, prefill: bool
+) -> AttendShape:
+    """The specialization for these types and sizes; raises NoKernel with the reason if there is none.
+
+    Decode is bound by reading K and V: as many steps in flight as leave room for two blocks. Prefill is bound by the
+    tensor cores: two steps in flight do.
+    """
+    reason = refusal(act, compute, kv)
+    if reason is None and (head_dim % 32 != 0 or not 32 <= head_dim <= 256):
+        reason = f"heads have {head_dim} dimensions; multiples of 32 up to 256 are known"
+    if reason is None and block_size not in (16, 32, 64):
+        reason = f"blocks have {block_size} tokens; 16, 32 and 64 are known"
+    if reason is not None:
+        raise NoKernel(f"no attention on a GPU: {reason}", "choose another `--kv-cache-dtype` or `--dtype`, or a CPU")
+    sm = SMS[arch]
+    if not prefill:
+        for warps_m, warps_n, tile in _DECODE:
+            for stages in (4, 3, 2):
+                shape = AttendShape(act, compute, kv, head_dim, block_size, warps_m, warps_n, tile, stages, flags)
+                if 2 * (shape.shared_bytes + _RESERVED_SHARED) <= sm.shared:
+                    return shape
+    for warps_m, warps_n, tile in _PREFILL if prefill else _DECODE:
+        shape = AttendShape(act, compute, kv, head_dim, block_size, warps_m, warps_n, tile, 2, flags)
+        if shape.shared_bytes <= sm.block_shared:
+            return shape
+    raise NoKernel(
+        f"attention with {head_dim} dimensions of {kv} does not fit into the {sm.block_shared} bytes of {arch}",
+        "use `--dtype bfloat16`, or a KV cache of 8 bits",
+    )
+
+
+def blocks_per_sm(arch: str, threads: int, registers: int, shared_bytes: int) -> int:
+    """How many blocks run at once on one multiprocessor. Registers are given out to warps, 256 at a time."""
+    sm, warps = SMS[arch], -(-threads // 32)
+    per_warp = -(-registers * 32 // 256) * 256
+    by_registers = sm.registers // (per_warp * warps) if registers else sm.blocks
+    by_shared = sm.shared // (shared_bytes + _RESERVED_SHARED)
+    return min(sm.blocks, sm.warps // warps, by_registers, by_shared)

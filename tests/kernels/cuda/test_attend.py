@@ -1,0 +1,207 @@
+"""Attention against float64: every type and flag, with no report of the checker, and equal bits in whatever company."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmctl.kernels.cuda.attend import (
+    SINKS,
+    SOFT_CAP,
+    WINDOW,
+    AttendShape,
+    Queries,
+    choose_split,
+    plan_attention,
+    refusal,
+)
+from llmctl.kernels.cuda.emulate import Emulation, build
+from llmctl.kernels.cuda.source import FOLDER, Kernel
+
+from .attend_cases import BOUNDS, Problem, error, make, run
+
+ALL_FLAGS = WINDOW | SOFT_CAP | SINKS
+DECODE = ((1, 100), (1, 0), (1, 37), (3, 200))
+PREFILL = ((45, 0), (1, 70), (20, 130))
+
+
+def decode(act: str, compute: str, kv: str, head_dim: int = 64, flags: int = 0, block: int = 16) -> AttendShape:
+    return AttendShape(act, compute, kv, head_dim, block, 1, 4, 64, 2, flags)
+
+
+def prefill(act: str, compute: str, kv: str, head_dim: int = 64, flags: int = 0, block: int = 16) -> AttendShape:
+    return AttendShape(act, compute, kv, head_dim, block, 4, 1, 64, 2, flags)
+
+
+SMALL = (
+    Problem(decode("bf16", "bf16", "bf16"), DECODE, 2, 3, 128),
+    Problem(prefill("f16", "f16", "fp8_e4m3", flags=ALL_FLAGS), PREFILL, 1, 2, 64, 50, 20.0),
+    Problem(decode("f16", "f16", "int8"), DECODE, 1, 4, 64),
+    Problem(decode("f32", "f32", "f32"), DECODE, 1, 2, 128),
+)
+COMBINATIONS = [
+    (act, compute, kv)
+    for act, compute in (("f16", "f16"), ("bf16", "bf16"), ("f32", "f32"), ("f32", "tf32"), ("f32", "bf16"))
+    for kv in ("f16", "bf16", "f32", "fp8_e4m3", "fp8_e5m2", "int8")
+    if refusal(act, compute, kv) is None
+]
+
+
+def kernels(problems: tuple[Problem, ...]) -> list[Kernel]:
+    return [kernel for p in problems for kernel in (p.shape.kernel, p.shape.merge_kernel)]
+
+
+@pytest.fixture(scope="module")
+def checked(builds: Path) -> Emulation:
+    return build(kernels(SMALL), "checked", builds)
+
+
+def answer(problem: Problem, emulation: Emulation) -> torch.Tensor:
+    """The kernels' answer, which has to be right and without reports."""
+    case = make(problem)
+    out = run(case, emulation)
+    reports = emulation.reports()
+    emulation.forget()
+    assert reports == ()
+    assert error(case, out) <= BOUNDS[problem.shape.compute], problem.name
+    return out
+
+
+@pytest.mark.parametrize("problem", SMALL, ids=lambda problem: problem.name)
+def test_attention_is_right_and_touches_nothing_that_it_must_not(checked: Emulation, problem: Problem) -> None:
+    checked.order("random", seed=3)
+    answer(problem, checked)
+    answer(dataclasses.replace(problem, distribution="outliers", seed=1), checked)
+
+
+def test_a_query_has_the_same_bits_alone_and_in_company(checked: Emulation) -> None:
+    problem = SMALL[0]
+    problem = dataclasses.replace(problem, sequences=((3, 200), (1, 20)))
+    together, queries = answer(problem, checked), make(problem).q
+    case = make(dataclasses.replace(problem, sequences=((1, 202),)))  # the same 203 tokens
+    case.q[:] = queries[2]
+    alone = run(case, checked)
+    checked.forget()
+    assert torch.equal(together[2], alone[0])
+
+
+def test_where_a_context_is_cut_does_not_depend_on_the_step() -> None:
+    sequences = [Queries(0, 0, 1, 299), Queries(1, 1, 7, 250)]
+    plan = plan_attention(sequences, group=4, rows=16, tile=64, split=128)
+    ends = {(int(w["slot"]), int(w["tile"])): [] for w in plan.work}
+    for item in plan.work:
+        ends[int(item["slot"]), int(item["tile"])].append((int(item["begin"]), int(item["end"])))
+    assert ends[0, 0] == [(0, 128), (128, 256), (256, 300)]
+    assert ends[1, 0] == [(0, 128), (128, 254)]  # four queries of four heads: positions 250 to 253
+    assert ends[1, 1] == [(0, 128), (128, 256), (256, 257)]
+    assert plan.parts == 8 and [int(m["count"]) for m in plan.merge] == [3, 2, 3]
+
+
+def test_a_window_is_cut_at_the_same_places() -> None:
+    plan = plan_attention([Queries(0, 0, 1, 299)], group=4, rows=16, tile=64, split=128, window=100)
+    assert [(int(w["begin"]), int(w["end"])) for w in plan.work] == [(192, 256), (256, 300)]
+
+
+def test_the_split_fills_the_gpu_but_parts_stay_worth_their_merge() -> None:
+    sizes = {"group": 4, "rows": 16, "tile": 64, "kv_heads": 8}
+    assert choose_split([Queries(0, 0, 1, 8191)], places=132, **sizes) == 512
+    assert choose_split([Queries(0, 0, 1, 99)], places=132, **sizes) == 256
+    assert choose_split([Queries(i, i, 1, 4095) for i in range(128)], places=132, **sizes) == 31808
+
+
+def test_formats_that_do_not_go_together_are_refused_with_what_does() -> None:
+    assert refusal("bf16", "f16", "bf16") == "a bf16 cache is multiplied in bf16, not in f16"
+    assert refusal("f32", "bf16", "int8") is None
+
+
+# Each must be found by the checker, by wrong values, or both.
+MUTANTS = {
+    "no barrier before the stage is reused": (
+        "    copy_wait<kStages - 2>();\n    __syncthreads();\n",
+        "    copy_wait<kStages - 2>();\n",
+        ("race on shared memory",),
+    ),
+    "no barrier before the parts are merged": (
+        "  __syncthreads();\n  for (int i = threadIdx.x; i < S::kRows",
+        "  for (int i = threadIdx.x; i < S::kRows",
+        ("race on shared memory",),
+    ),
+    "no wait for the copies": (
+        "    copy_wait<kStages - 2>();\n    __syncthreads();\n",
+        "    __syncthreads();\n",
+        ("before its wait",),
+    ),
+    "tokens behind the end are fetched": (
+        "const bool valid = token >= begin && token < end;\n    const uint8_t* k",
+        "const bool valid = token >= begin;\n    const uint8_t* k",
+        (),
+    ),
+    "rows beyond the last query are written": (
+        "    if (row >= item.queries * group) continue;\n",
+        "",
+        ("out of bounds",),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_defect_planted_in_attention_is_found(builds: Path, tmp_path: Path, mutant: str) -> None:
+    good, bad, reports = MUTANTS[mutant]
+    folder = tmp_path / "cuda"
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    text = (folder / "attend.cuh").read_text()
+    assert text.count(good) == 1
+    (folder / "attend.cuh").write_text(text.replace(good, bad))
+    problem = SMALL[0]
+    emulation = build(
+        [Kernel(str(folder / "attend.cuh"), k.expression) for k in kernels((problem,))], "checked", builds
+    )
+    case = make(problem)
+    out = run(case, Renamed(emulation, folder / "attend.cuh"))
+    said = emulation.reports()
+    emulation.forget()
+    for expected in reports:
+        assert any(expected in report for report in said), said
+    if not reports:
+        assert said or not error(case, out) <= BOUNDS["bf16"]
+
+
+@dataclasses.dataclass
+class Renamed:
+    """An emulation of kernels of another file than ours."""
+
+    emulation: Emulation
+    header: Path
+
+    def launch(self, kernel: Kernel, *rest) -> bool:
+        return self.emulation.launch(Kernel(str(self.header), kernel.expression), *rest)
+
+    def register(self, *args, **kwargs) -> None:
+        self.emulation.register(*args, **kwargs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
+def test_the_sweep_stays_within_the_bounds(builds: Path, combination: tuple[str, str, str]) -> None:
+    problems = sweep(*combination)
+    emulation = build(kernels(problems), "checked", builds)
+    for number, problem in enumerate(problems):
+        emulation.order(("ascending", "descending", "random")[number % 3], seed=number + 1)
+        answer(problem, emulation)
+
+
+def sweep(act: str, compute: str, kv: str) -> tuple[Problem, ...]:
+    """Problems for one combination of types: head sizes, block sizes, groups, flags and distributions in turn."""
+    problems = []
+    for seed, (head_dim, block, flags) in enumerate(
+        ((64, 16, 0), (128, 32, 0), (96, 16, WINDOW), (256, 16, SOFT_CAP), (128, 16, ALL_FLAGS), (64, 64, SINKS))
+    ):
+        for kind, sequences in ((decode, DECODE), (prefill, PREFILL)):
+            shape = kind(act, compute, kv, head_dim, flags, block)
+            for distribution in ("normal", "outliers", "tiny"):
+                group = (1, 3, 4, 8)[(seed + len(problems)) % 4]
+                problems.append(Problem(shape, sequences, 2, group, 128, 90, 20.0, distribution, seed))
+    return tuple(dataclasses.replace(p, window=p.window if p.shape.flags & WINDOW else 0) for p in problems)

@@ -1,0 +1,100 @@
+"""Every kernel compiles for every architecture, without spills, into the instructions it was written for."""
+
+import json
+
+import pytest
+
+from llmctl.kernels.cuda.jit import ARCHITECTURES
+from llmctl.kernels.cuda.table import Listed, ModelNeeds, all_kernels, model_kernels, representatives
+from llmctl.kernels.cuda.tiles import SMS, blocks_per_sm, choose_attend
+from llmctl.kernels.errors import NoKernel
+
+from . import gate
+
+
+def changes(arch: str, nvrtc_version: str, listed: list[Listed]) -> str:
+    """What is not as in the table, a line for each figure, and what to do about it; empty if all is."""
+    golden = json.loads(gate.GOLDEN.read_text())
+    if nvrtc_version != golden["nvrtc"]:
+        pytest.skip(f"the table is of NVRTC {golden['nvrtc']}, here is {nvrtc_version}")
+    if gate.disassembler() is None:
+        pytest.skip("the table needs nvdisasm")
+    lines = []
+    for name, row in gate.table(listed, arch).items():
+        expected = golden[arch].get(name, {})
+        lines += [
+            f"{arch} {name}: {fact} {expected.get(fact, 'not in the table')} -> {figure}"
+            for fact, figure in row.items()
+            if figure != expected.get(fact)
+        ]
+    return "\n".join((*lines, "if that is meant: python tests/kernels/cuda/gate.py")) if lines else ""
+
+
+def one_per_template(listed: list[Listed]) -> list[Listed]:
+    return list({item.kernel.template: item for item in reversed(listed)}.values())
+
+
+@pytest.mark.parametrize("arch", gate.ARCHS)
+def test_the_compiler_makes_of_every_template_what_it_made_before(nvrtc_version: str, arch: str) -> None:
+    assert changes(arch, nvrtc_version, one_per_template(representatives(arch))) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", gate.ARCHS)
+def test_the_compiler_makes_of_the_kernels_what_it_made_before(nvrtc_version: str, arch: str) -> None:
+    listed = representatives(arch)
+    assert changes(arch, nvrtc_version, listed) == ""
+    assert {item.kernel.expression for item in listed} == set(json.loads(gate.GOLDEN.read_text())[arch])
+
+
+@pytest.mark.parametrize("arch", gate.ARCHS)
+def test_the_table_says_what_the_kernels_promise(arch: str) -> None:
+    rows = json.loads(gate.GOLDEN.read_text())[arch]
+    for name, row in rows.items():
+        assert row["spills"] == 0 and row["local"] == 0, name
+        assert row["warps_per_sm"] >= 4, name
+        if name.startswith("attend<"):
+            assert row["mma"] > 0 and row["copy_16"] >= 2, name
+            assert ("float, Fp32, float" in name) != (row["matrix_load"] > 0), name
+            assert row["in_flight_per_sm"] >= 32 << 10, name
+        if name.startswith(("rms_norm<", "embed<", "act_mul<", "copy_tokens", "move_blocks")):
+            assert row["load_16"] > 0, name
+
+
+def test_every_architecture_has_its_limits_and_a_shape_for_every_cache() -> None:
+    assert set(SMS) == set(ARCHITECTURES)
+    for arch in ARCHITECTURES:
+        for item in all_kernels(arch):
+            assert item.shared_bytes <= SMS[arch].block_shared, (arch, item)
+
+
+def test_decode_leaves_room_for_a_second_block_where_two_fit() -> None:
+    shape = choose_attend("sm_90a", "bf16", "bf16", "bf16", 128, 16, 0, prefill=False)
+    assert (shape.warps_n, shape.tile, shape.stages) == (4, 64, 3)
+    assert choose_attend("sm_90a", "bf16", "bf16", "fp8_e4m3", 128, 16, 0, prefill=False).stages == 4
+    assert choose_attend("sm_86", "bf16", "bf16", "bf16", 256, 16, 0, prefill=False).tile == 16
+    with pytest.raises(NoKernel, match="heads have 80 dimensions"):
+        choose_attend("sm_90a", "bf16", "bf16", "bf16", 80, 16, 0, prefill=False)
+
+
+def test_occupancy_is_what_registers_and_shared_memory_allow() -> None:
+    assert blocks_per_sm("sm_90a", 128, 168, 8320) == 3
+    assert blocks_per_sm("sm_90a", 128, 96, 8320) == 5
+    assert blocks_per_sm("sm_90a", 384, 168, 200 << 10) == 1
+    assert blocks_per_sm("sm_86", 128, 32, 0) == 12
+
+
+def test_a_model_needs_few_kernels_and_all_of_them_are_registered() -> None:
+    needs = ModelNeeds("bf16", "bf16", "fp8_e4m3", 128, 16, 4096, "silu", (False, True, False), head_norms=True)
+    for arch in ("sm_80", "sm_90a"):
+        kernels = model_kernels(arch, needs)
+        assert len(kernels) <= 16
+        assert {item.kernel for item in kernels} <= {item.kernel for item in all_kernels(arch)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_registered_kernel_compiles_without_spills(nvrtc_version: str, arch: str) -> None:
+    rows = {item.kernel.expression: gate.Jit(gate.CUBINS, arch).get(item.kernel) for item in all_kernels(arch)}
+    spilling = [name for name, cubin in rows.items() if cubin.resources.spill_stores + cubin.resources.spill_loads]
+    assert not spilling
