@@ -18,6 +18,8 @@ import typer
 
 from ..engine.config import POLICIES, SPECULATIVE_METHODS, EngineConfig, SpeculativeConfig
 from ..engine.request import SamplingParams
+from ..engine.rope_scaling import EXAMPLE as ROPE_EXAMPLE
+from ..engine.rope_scaling import RopeScaling
 from ..kernels.errors import UsageError
 from .expand import Built, expand
 
@@ -106,6 +108,16 @@ def parse_speculation(value: str | SpeculativeConfig) -> SpeculativeConfig:
         ) from error
 
 
+def parse_rope_scaling(value: str | RopeScaling) -> RopeScaling:
+    """The scaling that a JSON object such as a config's `rope_scaling` asks for."""
+    if isinstance(value, RopeScaling):
+        return value
+    try:
+        return RopeScaling.read(msgspec.json.decode(value.strip()))
+    except msgspec.DecodeError as error:
+        raise UsageError(f"--rope-scaling is no JSON: {error}", f"write it as '{ROPE_EXAMPLE}'") from error
+
+
 def parse_dtype(text: str) -> str:
     """The canonical name of an element type (`EngineConfig.check` refuses the unknown ones)."""
     return _DTYPE_NAMES.get(text, text)
@@ -181,6 +193,18 @@ def memory_config(
             text="Longest prompt and answer together; 0 or auto: the model's. 32k is 32000, 32K is 32768.",
         ),
     ] = _DEFAULT.max_model_len,
+    rope_scaling: Annotated[
+        RopeScaling | None,
+        typer.Option(
+            "--rope-scaling",
+            "--hf-overrides",
+            parser=parse_rope_scaling,
+            metavar="JSON",
+            help="Another rotary embedding than the model's, for longer contexts, with the names of config.json: "
+            "rope_type (yarn, linear, dynamic, llama3, longrope or default), factor, original_max_position_embeddings "
+            "and what else the type has. The model's context becomes factor times the original one.",
+        ),
+    ] = None,
     max_num_seqs: Annotated[
         int, _count("--max-num-seqs", "--parallel", text="Sequences that run at the same time.")
     ] = _DEFAULT.max_num_seqs,
@@ -247,6 +271,7 @@ def memory_config(
         kv_cache_dtype=kv_cache_dtype,
         kv_cache_dtype_skip_layers=tuple(kv_cache_dtype_skip_layers or ()),
         max_model_len=max_model_len,
+        rope_scaling=rope_scaling,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=block_size,

@@ -22,6 +22,7 @@ from .runner.probe import try_bits
 from .runner.runner import RecordingRunner, Runner
 from .schedule.limits import SchedulerConfig
 from .schedule.scheduler import Scheduler
+from .schedule.windows import WindowLimit
 from .shortage import Demand
 from .sizes import format_bytes
 
@@ -33,7 +34,12 @@ def find_model(config: EngineConfig, progress: Progress | None = None) -> Model:
     settings = environment()
     source = resolve_source(config.model, environment=settings, progress=progress)
     return open_model(
-        source, implementation=config.model_impl, dtype=config.dtype, cache=settings.cache, progress=progress
+        source,
+        implementation=config.model_impl,
+        dtype=config.dtype,
+        cache=settings.cache,
+        progress=progress,
+        rope_scaling=config.rope_scaling,
     )
 
 
@@ -86,6 +92,7 @@ def scheduler_config(plan: Plan, epoch: int) -> SchedulerConfig:
         max_num_batched_tokens=plan.max_num_batched_tokens,
         block_size=plan.block_size,
         num_blocks=(plan.num_blocks,),
+        windows=tuple(WindowLimit(group.window, group.num_blocks) for group in plan.groups[1:]),
         max_model_len=plan.max_model_len,
         enable_prefix_caching=plan.enable_prefix_caching,
         eviction_k=plan.eviction_k,
@@ -138,7 +145,7 @@ def _info(model: Model, plan: Plan, epoch: int, same_bits: bool) -> EngineInfo:
         threads=plan.threads,
         isa=plan.isa,
         fingerprint=plan.fingerprint,
-        num_blocks=plan.num_blocks,
+        num_blocks=sum(group.num_blocks for group in plan.groups),
         block_size=plan.block_size,
         epoch=epoch,
         model_impl=plan.model_impl,

@@ -16,6 +16,7 @@ from ..kernels.errors import CapacityError, UsageError
 from ..kernels.formats import KVFormat
 from ..kernels.ops import PANEL
 from .config import NO_SPECULATION, EngineConfig
+from .kv_groups import KVGroup, kv_groups, kv_layer_bytes
 from .models.arch import DecoderSpec
 from .shortage import Demand
 from .sizes import format_bytes
@@ -61,7 +62,8 @@ class MemoryBudget:
     reserve     left alone
     kv_format   the kind of KVFormat
     kv_formats  the kind of each layer; `kv_format` where --kv-cache-dtype-skip-layers does not keep one as it is
-    num_blocks  KV blocks of `block_size` tokens; together they are one arena
+    groups      the KV groups with their pools; the first keeps every position
+    step_blocks blocks that the positions of the steps in flight may take in a group with a window, all together
     tier_blocks blocks that the swap space takes; it is on disk and no part of `total`
     draft       the draft model's part of weights, workspace and KV bytes
     """
@@ -71,27 +73,43 @@ class MemoryBudget:
     workspace: int
     reserve: int
     kv_format: str
-    kv_bytes_per_token: int
+    groups: tuple[KVGroup, ...]
+    step_blocks: int
     block_size: int
-    num_blocks: int
     max_model_len: int
     kv_formats: tuple[str, ...]
     tier_blocks: int = 0
     draft: DraftShare | None = None
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks of the group that keeps every position."""
+        return self.groups[0].num_blocks
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of a token in all groups; for how long is a matter of the group."""
+        return sum(group.bytes_per_token for group in self.groups) + self._beside
+
+    @property
     def bytes_per_block(self) -> int:
+        """Bytes of one block of every group."""
         return self.kv_bytes_per_token * self.block_size
 
     @property
     def swapped_bytes_per_block(self) -> int:
-        """Bytes of a block that the swap space keeps: what the draft model has of it is computed again."""
-        return self.bytes_per_block - (0 if self.draft is None else self.draft.kv_bytes_per_token * self.block_size)
+        """Bytes of a block that the swap space keeps: the layers that keep everything, and not the draft model's."""
+        return self.groups[0].bytes_per_token * self.block_size
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the KV pool."""
-        return self.bytes_per_block * self.num_blocks
+        """Bytes of the KV pools."""
+        own = sum(group.num_blocks * group.bytes_per_token for group in self.groups)
+        return (own + self.num_blocks * self._beside) * self.block_size
+
+    @property
+    def _beside(self) -> int:
+        return 0 if self.draft is None else self.draft.kv_bytes_per_token
 
     @property
     def tier_bytes(self) -> int:
@@ -110,7 +128,16 @@ class MemoryBudget:
 
     def sequences(self, length: int) -> int:
         """How many sequences of `length` tokens fit at once, without a shared prefix."""
-        return self.num_blocks // blocks_for(length, self.block_size)
+        most = self.num_blocks // blocks_for(length, self.block_size)
+        for group in self.groups[1:]:
+            most = min(most, max(1, (group.num_blocks - self.step_blocks) // group.blocks_of(length, self.block_size)))
+        return most
+
+    def sequence_bytes(self, length: int) -> int:
+        """Bytes of KV of a sequence of `length` tokens that decodes."""
+        blocks = ((group, group.blocks_of(length, self.block_size)) for group in self.groups)
+        own = sum(count * self.block_size * group.bytes_per_token for group, count in blocks)
+        return own + blocks_for(length, self.block_size) * self.block_size * self._beside
 
 
 def blocks_for(length: int, block_size: int) -> int:
@@ -118,8 +145,10 @@ def blocks_for(length: int, block_size: int) -> int:
     return -(-length // block_size)
 
 
-def choose_kv_format(config: EngineConfig, weight_formats: Sequence[str]) -> KVFormat:
+def choose_kv_format(config: EngineConfig, weight_formats: Sequence[str], latent: bool = False) -> KVFormat:
     """How K and V are stored: as asked, else float32 if all weights are, else int16.
+
+    Latents, which are no heads, are by default float32 or bfloat16 if all weights are, else float16.
 
     int16 is about as exact as float16, takes 2 bytes more per token and head, and attention over a long prompt is
     nearly twice as fast with it. `weight_formats` are names of WeightFormats as loaded, with `config.dtype` already
@@ -127,12 +156,16 @@ def choose_kv_format(config: EngineConfig, weight_formats: Sequence[str]) -> KVF
     """
     if config.kv_cache_dtype != "auto":
         return KVFormat(_KINDS.get(config.kv_cache_dtype, config.kv_cache_dtype))
-    return KVFormat("f32" if set(weight_formats) == {"f32"} else "int16")
+    only = set(weight_formats)
+    if latent:
+        return KVFormat(only.pop() if only in ({"f32"}, {"bf16"}) else "f16")
+    return KVFormat("f32" if only == {"f32"} else "int16")
 
 
 def kv_format_of_layers(spec: DecoderSpec, config: EngineConfig, weight_formats: Sequence[str]) -> tuple[KVFormat, ...]:
     """How each layer's K and V are stored; UsageError for skipped layers that the model does not have."""
-    asked = choose_kv_format(config, weight_formats)
+    latent = spec.latent is not None
+    asked = choose_kv_format(config, weight_formats, latent)
     skipped: set[int] = set()
     for name in config.kv_cache_dtype_skip_layers:
         windows = [layer for layer in range(spec.num_layers) if spec.window(layer)]
@@ -146,17 +179,14 @@ def kv_format_of_layers(spec: DecoderSpec, config: EngineConfig, weight_formats:
                 f"this model's layers are 0 to {spec.num_layers - 1}"
                 + (f", and `{SLIDING_WINDOW}` stands for {len(windows)} of them" if windows else ", none has a window"),
             )
-    whole = choose_kv_format(msgspec.structs.replace(config, kv_cache_dtype="auto"), weight_formats)
+    whole = choose_kv_format(msgspec.structs.replace(config, kv_cache_dtype="auto"), weight_formats, latent)
     return tuple(whole if layer in skipped else asked for layer in range(spec.num_layers))
 
 
 def kv_bytes_per_token(spec: DecoderSpec, *formats: KVFormat) -> int:
-    """Bytes of K and V of one token in all layers, scales included: of one format, or one for each layer.
-
-    Every layer keeps every position, also one with a window.
-    """
+    """Bytes of K and V of one token in all layers, scales included: of one format, or one for each layer."""
     each = formats * spec.num_layers if len(formats) == 1 else formats
-    return sum(2 * spec.num_kv_heads * kv.head_bytes(spec.head_dim) for kv in each)
+    return sum(kv_layer_bytes(spec, kv) for kv in each)
 
 
 def memory_budget(
@@ -166,6 +196,8 @@ def memory_budget(
     config: EngineConfig,
     available_bytes: int,
     draft: ModelSize | None = None,
+    *,
+    split_windows: bool = True,
 ) -> MemoryBudget:
     """The budget of this model under these options; bytes and formats of the weights are those of the packed ones.
 
@@ -173,14 +205,15 @@ def memory_budget(
 
     The KV pool is as large as asked, else what `max_num_seqs` sequences of full length need, at least one sequence of
     full length. In between it takes at most a quarter of the memory left after weights, workspace and reserve; with
-    `gpu_memory_utilization` all that this share of the available memory leaves. Raises CapacityError if that does not
-    fit, UsageError if the size of the pool is given twice.
+    `gpu_memory_utilization` all that this share of the available memory leaves. Layers with a window share pools of
+    their own if `split_windows`. Raises CapacityError if that does not fit, UsageError if the size of the pool is given
+    twice.
     """
     length = config.max_model_len or spec.context_length
     if length > spec.context_length:
         raise CapacityError(
             f"--max-model-len is {length}, the model's context is {spec.context_length} tokens",
-            f"use at most `--max-model-len {spec.context_length}`",
+            f"use at most `--max-model-len {spec.context_length}`, or stretch the context with `--rope-scaling`",
         )
     share = None if draft is None else _draft_share(draft, config, length)
     weight_bytes += 0 if share is None else share.weights
@@ -196,29 +229,37 @@ def memory_budget(
             _less_workspace(spec, config, length, available_bytes - weight_bytes - beside - reserve)
             or f"free at least {format_bytes(1 - room)} of memory, or choose a model with smaller weights",
         )
-    kv = choose_kv_format(config, weight_formats)
+    kv = choose_kv_format(config, weight_formats, spec.latent is not None)
     formats = kv_format_of_layers(spec, config, weight_formats)
-    own_per_token = kv_bytes_per_token(spec, *formats)
-    per_token = own_per_token + (0 if share is None else share.kv_bytes_per_token)
+    if spec.latent is not None and any(each.bytes_per_value == 1 or each.scale_bytes for each in formats):
+        raise UsageError(
+            f"--kv-cache-dtype is {config.kv_cache_dtype}, the latents of this model are floats of 16 bits or more",
+            "use `--kv-cache-dtype float16`",
+        )
+    groups = kv_groups(spec, formats, length, config.block_size, split_windows)
+    pools = Pools(groups, length, config, 0 if share is None else share.kv_bytes_per_token)
+    num_blocks = _pool_blocks(config, length, room, pools, kv, demand)
     return MemoryBudget(
         available=available_bytes,
         weights=weight_bytes,
         workspace=workspace,
         reserve=reserve,
         kv_format=kv.kind,
-        kv_bytes_per_token=per_token,
+        groups=pools.sized(num_blocks),
+        step_blocks=pools.step_blocks,
         block_size=config.block_size,
-        num_blocks=_pool_blocks(spec, config, length, room, per_token, kv, demand),
         max_model_len=length,
         kv_formats=tuple(form.kind for form in formats),
-        tier_blocks=_tier_blocks(config, own_per_token),
+        tier_blocks=_tier_blocks(config, groups[0].bytes_per_token),
         draft=share,
     )
 
 
 def _tier_blocks(config: EngineConfig, per_token: int) -> int:
-    """Blocks that the swap space takes. UsageError if it takes none."""
-    block = per_token * config.block_size
+    """Blocks that the swap space takes, of the layers that keep everything. UsageError if it takes none."""
+    if config.swap_space and not per_token:
+        raise UsageError("--swap-space has nothing to take: every layer has a window", "use `--swap-space 0`")
+    block = max(1, per_token * config.block_size)
     blocks = int(config.swap_space * (1 << 30)) // block
     if config.swap_space and not blocks:
         raise UsageError(
@@ -230,7 +271,7 @@ def _tier_blocks(config: EngineConfig, per_token: int) -> int:
 
 
 def _draft_share(draft: ModelSize, config: EngineConfig, length: int) -> DraftShare:
-    kv = choose_kv_format(config, draft.weight_formats)
+    kv = choose_kv_format(config, draft.weight_formats, draft.spec.latent is not None)
     own = msgspec.structs.replace(config, speculative_config=NO_SPECULATION)  # one row of logits for each sequence
     workspace = workspace_bytes(draft.spec, own, length)
     return DraftShare(draft.weight_bytes, workspace, kv.kind, kv_bytes_per_token(draft.spec, kv))
@@ -259,13 +300,69 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int) -> int
     return config.max_num_batched_tokens * row + per_sequence + rope
 
 
-def _pool_blocks(
-    spec: DecoderSpec, config: EngineConfig, length: int, room: int, per_token: int, kv: KVFormat, demand: Demand
-) -> int:
-    """KV blocks of the pool, checked against the room for them and the length of one sequence."""
-    block = per_token * config.block_size
-    one = blocks_for(length, config.block_size)
-    most = room // block
+class Pools:
+    """How the pools of all groups grow together, by the blocks of the first.
+
+    Where there is one sequence's worth of it, the others have what that sequence needs while it is prefilled. From
+    twice that on they have what sequences of a typical length, a quarter of the longest, hold beside it, so that all
+    groups run out at once; and never more than all sequences need.
+    """
+
+    def __init__(self, groups: tuple[KVGroup, ...], length: int, config: EngineConfig, beside: int = 0) -> None:
+        """`beside` are the bytes of a token that another model keeps in blocks of the first group's numbers."""
+        self._groups = groups
+        self._beside = beside
+        self._block_size = config.block_size
+        self.one = blocks_for(length, config.block_size)
+        self.most = config.max_num_seqs * self.one
+        self.step_blocks = blocks_for(config.max_num_batched_tokens * config.async_depth, config.block_size)
+        self._typical = blocks_for(-(-length // 4), config.block_size)
+        self._limits = tuple(
+            (
+                group.blocks_of(length // 4, config.block_size),
+                min(self.one, group.blocks_of(length, config.block_size) + self.step_blocks),
+                config.max_num_seqs * group.blocks_of(length, config.block_size) + self.step_blocks,
+            )
+            for group in groups[1:]
+        )
+
+    def sized(self, num_blocks: int) -> tuple[KVGroup, ...]:
+        """All groups, the first with so many blocks."""
+        beyond = max(0, num_blocks - self.one)
+        rest = [
+            min(
+                max(least, -(-num_blocks * share // self._typical)),
+                least + -(-2 * beyond * share // self._typical),
+                max(least, num_blocks),
+                most,
+            )
+            for share, least, most in self._limits
+        ]
+        return tuple(
+            msgspec.structs.replace(group, num_blocks=count)
+            for group, count in zip(self._groups, (num_blocks, *rest), strict=True)
+        )
+
+    def bytes(self, num_blocks: int) -> int:
+        """What they take then."""
+        own = sum(each.num_blocks * each.bytes_per_token for each in self.sized(num_blocks))
+        return (own + num_blocks * self._beside) * self._block_size
+
+    def fitting(self, room: int) -> int:
+        """The most blocks of the first group with which all fit into so many bytes; 0 if none do."""
+        if not self._groups[0].bytes_per_token + self._beside and self.bytes(self.most) <= room:
+            return self.most
+        low, high = 0, 1 << 40
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.bytes(middle) <= room else (low, middle)
+        return low
+
+
+def _pool_blocks(config: EngineConfig, length: int, room: int, pools: Pools, kv: KVFormat, demand: Demand) -> int:
+    """KV blocks of the first group, checked against the room for all pools and the length of one sequence."""
+    one = pools.one
+    most = pools.fitting(room)
     sizes = {
         "--num-gpu-blocks-override": config.num_gpu_blocks_override,
         "--kv-cache-memory-bytes": config.kv_cache_memory_bytes,
@@ -276,41 +373,40 @@ def _pool_blocks(
     ]
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} both size the KV cache", "give one of them")
-    asked = config.num_gpu_blocks_override or config.kv_cache_memory_bytes // block
+    asked = config.num_gpu_blocks_override or pools.fitting(config.kv_cache_memory_bytes)
     if config.num_gpu_blocks_override or config.kv_cache_memory_bytes:
         if asked < one:
-            hint = f"use at least {one} blocks, which is {format_bytes(one * block)} ({one * block} bytes)"
+            needed = pools.bytes(one)
+            hint = f"use at least {one} blocks, which is {format_bytes(needed)} ({needed} bytes)"
             raise CapacityError(
                 f"a KV cache of {asked} blocks holds {asked * config.block_size} tokens, "
                 f"one sequence may have {length}",
                 hint + (f", or `--max-model-len {asked * config.block_size}`" if asked else ""),
             )
-        if asked > most:
+        if pools.bytes(asked) > room:
             raise demand.refused(
-                f"a KV cache of {asked} blocks needs {format_bytes(asked * block)}, {format_bytes(room)} are free",
-                f"{most} blocks fit" if most >= one else _shorter(spec, config, length, room, per_token, kv),
-                asked * block,
+                f"a KV cache of {asked} blocks needs {format_bytes(pools.bytes(asked))}, {format_bytes(room)} are free",
+                f"{most} blocks fit" if most >= one else _shorter(config, most, room, pools.bytes(one), kv),
+                pools.bytes(asked),
             )
         return asked
     if one > most:
         raise demand.refused(
-            f"one sequence of {length} tokens needs {format_bytes(one * block)} of KV cache, "
+            f"one sequence of {length} tokens needs {format_bytes(pools.bytes(one))} of KV cache, "
             f"{format_bytes(room)} are free",
-            _shorter(spec, config, length, room, per_token, kv),
-            one * block,
+            _shorter(config, most, room, pools.bytes(one), kv),
+            pools.bytes(one),
         )
-    return max(one, min(config.max_num_seqs * one, most if config.gpu_memory_utilization else most // POOL_SHARE))
+    return max(one, min(pools.most, most if config.gpu_memory_utilization else pools.fitting(room // POOL_SHARE)))
 
 
-def _shorter(spec: DecoderSpec, config: EngineConfig, length: int, room: int, per_token: int, kv: KVFormat) -> str:
-    """The smallest change after which one sequence fits."""
-    fits = room // (per_token * config.block_size) * config.block_size
-    hints = [f"use `--max-model-len {fits}`"] if fits else []
-    tokens = blocks_for(length, config.block_size) * config.block_size
+def _shorter(config: EngineConfig, most: int, room: int, needed: int, kv: KVFormat) -> str:
+    """The smallest change after which one sequence, which needs so many bytes, fits."""
+    hints = [f"use `--max-model-len {most * config.block_size}`"] if most else []
     for name, smaller in (("float16", KVFormat("f16")), ("fp8", KVFormat("fp8_e4m3"))):
-        needed = tokens * kv_bytes_per_token(spec, smaller)
-        if smaller.bytes_per_value < kv.bytes_per_value and needed <= room:
-            hints.append(f"use `--kv-cache-dtype {name}`, which needs {format_bytes(needed)}")
+        times = kv.bytes_per_value // smaller.bytes_per_value
+        if times > 1 and needed // times <= room:
+            hints.append(f"use `--kv-cache-dtype {name}`, which needs {format_bytes(needed // times)}")
             break
     return ", or ".join(hints) or "free memory, or choose a smaller model"
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from ..kernels.errors import UsageError
+from .rope_scaling import RopeScaling
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # what runs if nobody names a model; `load/hub.py` knows where it is
 POLICIES = ("hybrid", "fcfs", "sjf", "fair", "priority")
@@ -130,6 +131,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                             for all that have one
     cache_eviction          lru-k forgets the block whose K-th last use (`cache_eviction_k`) is oldest, so that content
                             used once does not push out what is used again and again; lru looks at the last use alone
+    rope_scaling            another rotary embedding than the model's, which may make its context longer
     num_gpu_blocks_override KV blocks in the pool instead of what the memory budget gives (the flag's name is vLLM's)
     gpu_memory_utilization  share of the available memory, on any device, that weights, workspace and KV pool may take
                             together; 0: a quarter of what the first two leave goes to the pool
@@ -151,6 +153,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_dtype: str = "auto"
     kv_cache_dtype_skip_layers: tuple[str, ...] = ()
     max_model_len: int = 0
+    rope_scaling: RopeScaling | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     block_size: int = 32
@@ -237,6 +240,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise UsageError(f"--cache-audit is {self.cache_audit}, it must be from 0 to 1")
         self._check_swap()
         self.speculative_config.check()
+        if self.rope_scaling is not None:
+            self.rope_scaling.check()
 
     def _check_swap(self) -> None:
         """Raise UsageError for a swap space that cannot be, or that could not be used."""

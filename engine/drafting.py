@@ -20,7 +20,7 @@ MOST_COST = 0.5  # what guesses are taken to cost at most, so that a model that 
 
 def draft_config(config: EngineConfig) -> EngineConfig:
     """The config whose model is the draft model; its weights are loaded as they are stored, or as `dtype` says."""
-    return msgspec.structs.replace(config, model=config.speculative_config.model)
+    return msgspec.structs.replace(config, model=config.speculative_config.model, rope_scaling=None)
 
 
 def make_proposer(draft: Model, target: Model, plan: Plan) -> DraftModel:

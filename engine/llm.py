@@ -17,6 +17,7 @@ from .frontend import Generation
 from .launch import launch, open_scorer
 from .progress_bar import ProgressBar
 from .request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
+from .rope_scaling import RopeScaling
 from .tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -68,8 +69,8 @@ class LLM:
     (a model's own code is not run in any case); what they name and cannot have is an error.
 
     `process=True` runs the engine in a process of its own. Every other keyword is a field of EngineConfig;
-    `speculative_config` is also taken as a dict of its fields. Use it as a context manager, or call `close`, to release
-    the memory.
+    `speculative_config` and `rope_scaling` are also taken as dicts of their fields. Use it as a context manager, or
+    call `close`, to release the memory.
 
     Raises LlmctlError (see `llmctl.kernels.errors`) for a model or an option that cannot work here.
     """
@@ -83,6 +84,8 @@ class LLM:
         kv_cache_dtype: str = "auto",
         kv_cache_dtype_skip_layers: Sequence[str] = (),
         max_model_len: int | None = None,
+        rope_scaling: RopeScaling | Mapping[str, object] | None = None,
+        hf_overrides: Mapping[str, object] | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
         block_size: int = 32,
@@ -113,6 +116,7 @@ class LLM:
             kv_cache_dtype=kv_cache_dtype,
             kv_cache_dtype_skip_layers=tuple(kv_cache_dtype_skip_layers),
             max_model_len=0 if max_model_len is None else max_model_len,
+            rope_scaling=_rope_scaling(rope_scaling, hf_overrides),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,
@@ -282,6 +286,16 @@ def _check_claims(model: str, tokenizer: str | None, ranks: int) -> None:
         raise UsageError(
             f"tensor_parallel_size is {ranks}, a model runs in one engine on this machine", "leave it out, or give 1"
         )
+
+
+def _rope_scaling(
+    given: RopeScaling | Mapping[str, object] | None, overrides: Mapping[str, object] | None
+) -> RopeScaling | None:
+    """The one of the two that is given. vLLM has the second name, and a config's keys in it."""
+    if given is not None and overrides is not None:
+        raise UsageError("both rope_scaling and hf_overrides are given", "give one of them")
+    either = overrides if given is None else given
+    return either if either is None or isinstance(either, RopeScaling) else RopeScaling.read(dict(either))
 
 
 def _speculation(given: SpeculativeConfig | dict[str, str | int] | None) -> SpeculativeConfig:

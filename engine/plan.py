@@ -13,7 +13,10 @@ from ..kernels import registry
 from ..kernels.device import default_threads, read_machine
 from .budget import MemoryBudget, ModelSize, memory_budget
 from .config import NO_SPECULATION, EngineConfig, SpeculativeConfig, environment
+from .kv_groups import KVGroup
 from .load.model import Model
+from .models.arch import DecoderSpec, RopeSpec
+from .models.rope import settled
 from .schedule.pace import PaceConfig
 
 
@@ -32,10 +35,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str
     threads: int
     weight_formats: tuple[str, ...]
+    ropes: tuple[RopeSpec, ...]
     kv_format: str
     kv_formats: tuple[str, ...]
     block_size: int
-    num_blocks: int
+    groups: tuple[KVGroup, ...]
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -54,25 +58,36 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     draft: Plan | None = None
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks of the group that keeps every position."""
+        return self.groups[0].num_blocks
+
+    @property
     def fingerprint(self) -> str:
         """Two engines with the same fingerprint give the same bits."""
         same_bits = (
             *(self.digest, self.model_impl, self.isa, self.bits, self.weight_formats, self.kv_formats),
-            registry.build_id(),
+            *(self.ropes, registry.build_id()),
         )
         return "llmctl-" + hashlib.sha256(msgspec.json.encode(same_bits)).hexdigest()[:16]
 
 
-def resolve(config: EngineConfig, model: Model, draft: Model | None = None) -> tuple[Plan, MemoryBudget]:
+def resolve(
+    config: EngineConfig, model: Model, draft: Model | None = None, *, split_windows: bool = True
+) -> tuple[Plan, MemoryBudget]:
     """The plan for this model on this machine, and the memory budget that sized its KV pool; both count `draft` in.
 
+    Who drives a runner without a scheduler, which would free what windows have passed, does without `split_windows`.
     Raises UsageError for options that contradict the model, CapacityError when it does not fit.
     """
     config.check()
     threads = config.threads or default_threads()
     formats = model.weight_formats
     beside = None if draft is None else ModelSize(draft.spec, draft.weight_bytes, draft.weight_formats)
-    budget = memory_budget(model.spec, model.weight_bytes, formats, config, read_machine().memory_available, beside)
+    available = read_machine().memory_available
+    budget = memory_budget(
+        model.spec, model.weight_bytes, formats, config, available, beside, split_windows=split_windows
+    )
     isa, bits = registry.configure(config.kernels, threads)
     plan = Plan(
         model=model.name,
@@ -83,10 +98,11 @@ def resolve(config: EngineConfig, model: Model, draft: Model | None = None) -> t
         kernels=config.kernels,
         threads=threads,
         weight_formats=formats,
+        ropes=_ropes(model.spec, budget.max_model_len),
         kv_format=budget.kv_format,
         kv_formats=budget.kv_formats,
         block_size=config.block_size,
-        num_blocks=budget.num_blocks,
+        groups=budget.groups,
         max_model_len=budget.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -106,6 +122,12 @@ def resolve(config: EngineConfig, model: Model, draft: Model | None = None) -> t
     return (plan if draft is None else _with_draft(plan, draft, budget)), budget
 
 
+def _ropes(spec: DecoderSpec, max_positions: int) -> tuple[RopeSpec, ...]:
+    """The model's ropes as sequences of at most so many positions are rotated."""
+    ropes = (spec.rope,) if spec.rope_local is None else (spec.rope, spec.rope_local)
+    return tuple(settled(rope, spec.rope_dim, max_positions) for rope in ropes)
+
+
 def _with_draft(plan: Plan, draft: Model, budget: MemoryBudget) -> Plan:
     """The plan with that of the draft model in it. Steps of that one come one by one and sample once in a sequence."""
     assert budget.draft is not None
@@ -115,8 +137,16 @@ def _with_draft(plan: Plan, draft: Model, budget: MemoryBudget) -> Plan:
         digest=draft.digest,
         model_impl=draft.implementation,
         weight_formats=draft.weight_formats,
+        ropes=_ropes(draft.spec, plan.max_model_len),
         kv_format=budget.draft.kv_format,
         kv_formats=(budget.draft.kv_format,) * draft.spec.num_layers,
+        groups=(
+            KVGroup(
+                layers=tuple(range(draft.spec.num_layers)),
+                bytes_per_token=budget.draft.kv_bytes_per_token,
+                num_blocks=plan.num_blocks,
+            ),
+        ),
         max_logit_rows=min(plan.max_num_seqs, plan.max_num_batched_tokens),
         async_depth=1,
         tier_blocks=0,

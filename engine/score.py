@@ -47,7 +47,7 @@ class Scorer:
         self._hidden_size, self._norm_eps = model.spec.hidden_size, model.spec.norm_eps
         self._norm = model.vectors["model.norm.weight"]
         self._table = TableDelta(0, 0, tuple(range(blocks)))
-        self._runner = Runner(model, resolve(sized, model)[0])
+        self._runner = Runner(model, resolve(sized, model, split_windows=False)[0])
 
     def logits(self, tokens: Sequence[int]) -> F32Array:
         """[len(tokens), vocabulary]: row i is about what follows tokens[: i + 1].

@@ -15,6 +15,7 @@ from .ops import (
     AttendArgs,
     EmbedArgs,
     KVCopyArgs,
+    LatentArgs,
     LinearArgs,
     NormAddArgs,
     NormArgs,
@@ -29,10 +30,13 @@ OPS = {
     "linear": LinearArgs,
     "rope_store": RopeStoreArgs,
     "attend": AttendArgs,
+    "latent": LatentArgs,
     "act_mul": ActMulArgs,
     "kv_copy": KVCopyArgs,
     "sample": SampleArgs,
 }
+
+REFERENCE_ONLY = {"latent"}  # ops that no device has a kernel for yet
 
 
 @dataclass(frozen=True, slots=True)

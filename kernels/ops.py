@@ -226,6 +226,9 @@ class KVLayer:
     K transposed [head_dim][block_size], then V [block_size][head_dim], each followed by its scales [block_size] if the
     format has any. The layer's part begins `layer_offset` bytes into the block. Kernels read K and V only from here,
     as stored, also those of the chunk being computed. `steering` is for the store of an 8-bit format.
+
+    scales  float32 [2, kv_heads], for fp8: K and V are divided by these before they are stored, queries and what
+            attention gives multiplied; None: by 1
     """
 
     arena: U8Array
@@ -237,6 +240,7 @@ class KVLayer:
     format: KVFormat
     group: int  # index into Batch.tables
     steering: KeySteering | None = None
+    scales: F32Array | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -332,6 +336,39 @@ class AttendArgs:
     kv: KVLayer
     window: int
     max_positions: int
+    act: Act
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentArgs:
+    """Multi-head latent attention (DeepSeek-V2, 2024): all heads share what is stored of a token.
+
+    That is one row of `kv`, whose head_dim is rank + rope_dim: a latent of `rank` values, then a rotated key. The rows
+    of a block are [block_size][head_dim], in a float format, with one KV head and no second half for values.
+
+    q       [rows, num_heads * (nope_dim + rope_dim)], latent [rows, rank + rope_dim], as linears gave them
+    kv_norm RMS norm of the latent before it is stored
+    up      [num_heads * (nope_dim + value_dim), rank]: from a latent to each head's key (without its rotated part) and
+            value. It is not applied to what is stored but, by head, to the query before and to the result after
+    Rotation pairs dimensions 2i and 2i + 1 if `interleaved`, else i and i + rope_dim / 2; cos and sin as in
+    RopeStoreArgs.
+    act.values[row, h * value_dim :] = softmax(q . K * q_scale) V over positions 0 .. p, and act's forms.
+    """
+
+    batch: Batch
+    q: F32Array
+    latent: F32Array
+    kv_norm: F32Array
+    norm_eps: float
+    up: PackedWeight
+    cos: F32Array
+    sin: F32Array
+    interleaved: bool
+    num_heads: int
+    nope_dim: int
+    value_dim: int
+    q_scale: float
+    kv: KVLayer
     act: Act
 
 

@@ -22,6 +22,7 @@ from .ops import (
     EmbedArgs,
     KVCopy,
     KVCopyArgs,
+    LatentArgs,
     LinearArgs,
     NormAddArgs,
     NormArgs,
@@ -41,7 +42,7 @@ _log = logging.getLogger(__name__)
 _registered: list[Entry] = []
 _warned: set[str] = set()
 
-StepArgs = EmbedArgs | NormArgs | NormAddArgs | LinearArgs | RopeStoreArgs | AttendArgs | ActMulArgs
+StepArgs = EmbedArgs | NormArgs | NormAddArgs | LinearArgs | RopeStoreArgs | AttendArgs | LatentArgs | ActMulArgs
 
 
 def register(entry: Entry) -> None:

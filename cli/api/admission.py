@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 
-from .errors import OVERDUE, RETRY_S, ApiError, shutting_down
+from .errors import RETRY_S, ApiError, overdue, shutting_down
 
 MAX_RETRY_S = 600
 WINDOW = 16  # answers that the running mean of durations remembers, roughly
@@ -62,12 +62,8 @@ class Admission:
                 retry_s=self.retry_s,
             )
         if max_wait_s is not None and (wait_s := self._wait_s(sequences)) > max_wait_s:
-            raise ApiError(
-                429,
-                f"the backlog takes about {wait_s:.1f} s, the request can wait {max_wait_s:g} s",
-                param="max_wait",
-                code=OVERDUE,
-                retry_s=self.retry_s,
+            raise overdue(
+                f"the backlog takes about {wait_s:.1f} s, the request can wait {max_wait_s:g} s", self.retry_s
             )
         self._open += sequences
         self._empty.clear()

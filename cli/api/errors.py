@@ -77,9 +77,9 @@ def of_failed_sequence(message: str, failure: EngineDead | None) -> ApiError:
     return ApiError(500, message, code="generation_failed") if failure is None else engine_dead(failure.message)
 
 
-def overdue(message: str) -> ApiError:
+def overdue(message: str, retry_s: int = RETRY_S) -> ApiError:
     """The answer when a request's turn did not come in time."""
-    return ApiError(429, message, param="max_wait", code=OVERDUE, retry_s=RETRY_S)
+    return ApiError(429, message, param="max_wait", code=OVERDUE, retry_s=retry_s)
 
 
 def bug(error: Exception) -> ApiError:

@@ -12,7 +12,7 @@ from ...engine.request import SamplingParams
 from ...engine.schedule.states import SequenceState
 from .admission import Admission
 from .deltas import Mailbox
-from .errors import ENGINE_DEAD, RETRY_S, ApiError, engine_dead, shutting_down
+from .errors import ENGINE_DEAD, OVERDUE, RETRY_S, ApiError, engine_dead, overdue, shutting_down
 from .metrics import Metrics
 from .monitor import Monitor
 from .responses import Health
@@ -55,7 +55,12 @@ class Service:
         self._cut_short = True
 
     def explained(self, error: ApiError) -> ApiError:
-        """The error as the client should see it: an engine that we ended is a server that shuts down."""
+        """The error as the client should see it.
+
+        An engine that we ended is a server that shuts down; whose turn did not come may try when the backlog is done.
+        """
+        if error.code == OVERDUE:
+            return overdue(error.message, self.admission.retry_s)
         if self._cut_short and error.code == ENGINE_DEAD:
             return shutting_down("the server shut down before the answer was complete")
         return error

@@ -83,7 +83,7 @@ def profile(
     settings = environment()
     source = resolve_source(config.model, environment=settings, progress=progress)
     model = open_packed(source, dtype=config.dtype, cache=settings.cache, progress=progress)
-    plan, _ = resolve(config, model)
+    plan, _ = resolve(config, model, split_windows=False)
     _check_room(plan, max(rows), context)
     runner = Runner(model, plan)
     try:

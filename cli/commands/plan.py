@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import typer
 
 from ...engine.config import EngineConfig, environment
@@ -16,6 +17,7 @@ from ..options import Json, MemoryOptions
 
 if TYPE_CHECKING:
     from ...engine.budget import DraftShare, MemoryBudget, ModelSize
+    from ...engine.kv_groups import KVGroup
     from ...engine.load.hub import Source
     from ...engine.load.progress import Progress
     from ...engine.models.arch import DecoderSpec
@@ -79,7 +81,7 @@ def model_size(draft: Source, config: EngineConfig) -> ModelSize:
     """What the engine would make of the draft model."""
     from ...engine.budget import ModelSize
 
-    spec, size = described(draft, config)
+    spec, size = described(draft, msgspec.structs.replace(config, rope_scaling=None))
     return ModelSize(spec, size.bytes, tuple(size.formats))
 
 
@@ -87,17 +89,21 @@ def outline(source: Source, config: EngineConfig) -> tuple[DecoderSpec, PackedSi
     """What our decoder would be made of."""
     from ...engine.load.checkpoint import open_checkpoint
     from ...engine.load.convert import roundings
+    from ...engine.models.rope_config import overridden
 
     checkpoint = open_checkpoint(source)
     tensors = checkpoint.tensors.values()
     size = packed_size(tensors, config.dtype)
-    return checkpoint.spec, dataclasses.replace(size, roundings=roundings(tensors, config.dtype))
+    spec = checkpoint.spec if config.rope_scaling is None else overridden(checkpoint.spec, config.rope_scaling)
+    return spec, dataclasses.replace(size, roundings=roundings(tensors, config.dtype))
 
 
 def outline_of_modules(source: Source, why: str, config: EngineConfig) -> tuple[DecoderSpec, PackedSize]:
     """What transformers' modules would be made of."""
+    from ...engine.load.model import check_rope_scaling
     from ...engine.load.transformers_model import describe_transformers
 
+    check_rope_scaling(source, why, config.rope_scaling)
     found = describe_transformers(source, why, config.dtype)
     return found.spec, PackedSize(found.weight_bytes, {found.weight_format: found.num_packed})
 
@@ -133,11 +139,21 @@ def as_json(model: str, size: PackedSize, budget: MemoryBudget) -> dict[str, obj
         "block_size": budget.block_size,
         "bytes_per_block": budget.bytes_per_block,
         "num_blocks": budget.num_blocks,
+        "kv_groups": [
+            {
+                "window": group.window,
+                "layers": len(group.layers),
+                "num_blocks": group.num_blocks,
+                "bytes_per_token": group.bytes_per_token,
+            }
+            for group in budget.groups
+        ],
         "swap_blocks": budget.tier_blocks,
         "swap_bytes": budget.tier_bytes,
         "max_model_len": budget.max_model_len,
         "draft": None if budget.draft is None else draft_json(budget.draft),
         "sequences": {str(length): budget.sequences(length) for length in lengths(budget)},
+        "sequence_bytes": {str(length): budget.sequence_bytes(length) for length in lengths(budget)},
     }
 
 
@@ -156,19 +172,20 @@ def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget) -
     from ...engine.sizes import format_bytes
 
     formats = ", ".join(f"{count} {name}" for name, count in size.formats.items())
-    kept = [kind for kind in budget.kv_formats if kind != budget.kv_format]
-    pool = (
-        f"{budget.num_blocks} blocks of {budget.block_size} tokens in {budget.kv_format}"
-        + (f" ({len(kept)} layers in {kept[0]}), " if kept else ", ")
-        + f"{format_bytes(budget.kv_bytes_per_token)} per token"
-    )
+    pools = [
+        f"{group.num_blocks} blocks of {budget.block_size} tokens in {formats_of(group, budget)}, "
+        f"{format_bytes(group.bytes_per_token)} per token{part_of(group, budget)}"
+        for group in budget.groups
+        if group.layers
+    ]
     swap = f"swap space: {budget.tier_blocks} more blocks, {budget.tier_blocks * budget.block_size} tokens"
     console.table(
         ["memory", ">size", ""],
         [
             ["weights", format_bytes(budget.weights), formats],
             *(["", "", rounding] for rounding in size.roundings),
-            ["KV cache", format_bytes(budget.kv_bytes), pool],
+            ["KV cache", format_bytes(budget.kv_bytes), pools[0]],
+            *(["", "", pool] for pool in pools[1:]),
             ["workspace", format_bytes(budget.workspace), "activations, logits and tables"],
             *([] if budget.draft is None else [draft_row(budget.draft)]),
             ["together", format_bytes(budget.total), ""],
@@ -178,9 +195,26 @@ def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget) -
         title=model,
     )
     console.table(
-        [">tokens per sequence", ">sequences at once"],
-        [[str(length), str(budget.sequences(length))] for length in lengths(budget)],
+        [">tokens per sequence", ">its KV cache", ">sequences at once"],
+        [
+            [str(length), format_bytes(budget.sequence_bytes(length)), str(budget.sequences(length))]
+            for length in lengths(budget)
+        ],
     )
+
+
+def formats_of(group: KVGroup, budget: MemoryBudget) -> str:
+    """How the group's layers are stored, with how many are in another format than most."""
+    others = [budget.kv_formats[layer] for layer in group.layers if budget.kv_formats[layer] != budget.kv_format]
+    return budget.kv_format + (f" ({len(others)} layers in {others[0]})" if others else "")
+
+
+def part_of(group: KVGroup, budget: MemoryBudget) -> str:
+    """Which layers the group is of, where it is not of all."""
+    if len(budget.groups) == 1:
+        return ""
+    kept = f"the last {group.window}" if group.window else "all"
+    return f": {len(group.layers)} layers that keep {kept}"
 
 
 def draft_row(draft: DraftShare) -> list[str]:

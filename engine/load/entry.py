@@ -21,7 +21,7 @@ from ...kernels.formats import parse_weight_format
 from ..models.arch import DecoderSpec
 from .text import ChatInfo
 
-ENTRY_VERSION = 4
+ENTRY_VERSION = 5
 ALIGNMENT = 64
 VECTOR = "vector"  # the format of what is no matrix
 ORDER = "order"  # in which the weight of the same name, which follows, reads its inputs

@@ -6,6 +6,7 @@ slower, and the same bits are promised for it only after a trial at load.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ from ...kernels.ops import Batch, KVLayer
 from ..models.arch import DecoderSpec
 from ..models.decoder import Decoder, Limits
 from ..models.families import decoder_spec, language_part
+from ..models.rope_config import overridden
+from ..rope_scaling import RopeScaling
 from .golden import Golden
 from .hub import Source
 from .packed import open_packed
@@ -58,15 +61,39 @@ class Model(Protocol):
         ...
 
 
-def open_model(source: Source, *, implementation: str, dtype: str, cache: Path, progress: Progress | None) -> Model:
-    """The model in `source`; UnsupportedModel if neither implementation, or not the one asked for, can run it."""
+def open_model(
+    source: Source,
+    *,
+    implementation: str,
+    dtype: str,
+    cache: Path,
+    progress: Progress | None,
+    rope_scaling: RopeScaling | None = None,
+) -> Model:
+    """The model in `source`, with another rope if one is asked for.
+
+    UnsupportedModel if neither implementation, or not the one asked for, can run it.
+    """
     why = why_transformers(source, implementation)
     if not why:
-        return open_packed(source, dtype=dtype, cache=cache, progress=progress)
+        model = open_packed(source, dtype=dtype, cache=cache, progress=progress)
+        if rope_scaling is None:
+            return model
+        return dataclasses.replace(model, spec=overridden(model.spec, rope_scaling))
+    check_rope_scaling(source, why, rope_scaling)
     from .transformers_model import open_transformers  # imports torch
 
     log.info("%s: transformers' modules compute it: %s", source.name, why)
     return open_transformers(source, why, dtype=dtype, cache=cache, progress=progress)
+
+
+def check_rope_scaling(source: Source, why: str, rope_scaling: RopeScaling | None) -> None:
+    """Raise UnsupportedModel for a scaling of a model that transformers' modules compute, for the reason `why`."""
+    if rope_scaling is not None:
+        raise UnsupportedModel(
+            f"--rope-scaling is for our own decoder, but transformers' modules compute `{source.name}`: {why}",
+            "put the scaling into the model's config.json",
+        )
 
 
 def why_transformers(source: Source, implementation: str) -> str:

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import msgspec
 
+MAX_CONTEXT = 1 << 24  # as `--max-model-len` has it
 
-class RopeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+
+class RopeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Rotary position embedding, split-half order (dimension i is paired with i + head_dim / 2).
 
-    kind    default | linear | llama3 | factors: the last divides frequency i by factors[i], head_dim / 2 of them, which
-            is how GGUF files write llama3 down
+    kind              default | linear | llama3 | yarn | dynamic | longrope | factors: the last divides frequency i by
+                      factors[i], head_dim / 2 of them, which is how GGUF files write llama3 down
+    original_context  positions that the model was trained on, for the kinds that tell them from later ones
+    attention_factor  cosines and sines are multiplied with it
+    truncate          yarn: its passage from kept to stretched frequencies begins and ends at whole dimensions
+    long_factors      longrope: instead of `factors` where sequences may be longer than the original context
     """
 
     theta: float = 10000.0
@@ -22,9 +28,32 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     high_freq_factor: float = 4.0
     original_context: int = 0
     factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
 
 
-class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LatentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Attention on latents (DeepSeek-V2): what heads share of a token, and how they read it.
+
+    kv_rank     values of a latent, from which each head's key and value are made
+    q_rank      values from which queries are made, 0 for the hidden state itself
+    rope_dim    dimensions of the rotated key that all heads share, and of each query's part for it
+    nope_dim    dimensions of keys and queries that are not rotated
+    interleaved rotation pairs dimensions 2i and 2i + 1
+    """
+
+    kv_rank: int
+    q_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    interleaved: bool
+
+
+class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A decoder's shape. Sizes are counts of elements.
 
     windows          one entry per layer: positions that a query sees, its own included; 0 for full attention
@@ -33,6 +62,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     embedding_scale  embedding rows are multiplied with it, rounded to the type that the weight is stored in
     norm_offset      what is added to the stored weights of every norm
     sandwich_norms   each half of a layer also ends in a norm, before it is added to the residual stream
+    latent           attention on latents: then head_dim is that of queries and keys
     tied_head        a checkpoint may lack a head: it is the embedding then
     """
 
@@ -55,10 +85,16 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     norm_offset: float = 0.0
     sandwich_norms: bool = False
     tied_head: bool = False
+    latent: LatentSpec | None = None
 
     def window(self, layer: int) -> int:
         """The layer's window, 0 for full attention."""
         return self.windows[layer] if self.windows else 0
+
+    @property
+    def rope_dim(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
     def rope_of(self, layer: int) -> RopeSpec:
         """How the layer rotates its queries and keys."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ...kernels.errors import UnsupportedModel
 from ...quant.sites import ScaleSite
 from .arch import DecoderSpec
 from .rope import inverse_frequencies
@@ -54,6 +55,8 @@ class Attention(nn.Module):
 
     def __init__(self, spec: DecoderSpec, layer: int, names: frozenset[str]) -> None:
         super().__init__()
+        if spec.latent is not None:
+            raise UnsupportedModel("attention on latents cannot be quantized here", "choose a model without it")
         self.window = spec.window(layer)
         self.head_dim = spec.head_dim
         query, value = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim

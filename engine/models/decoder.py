@@ -22,6 +22,7 @@ from ...kernels.ops import (
     EmbedArgs,
     F32Array,
     KVLayer,
+    LatentArgs,
     LinearArgs,
     NormAddArgs,
     NormArgs,
@@ -34,8 +35,10 @@ from ...kernels.ops import (
     make_rows,
     with_orders,
 )
-from .arch import DecoderSpec, RopeSpec
+from .arch import DecoderSpec, LatentSpec, RopeSpec
 from .rope import rope_tables
+
+_LATENT_EPS = 1e-6  # of the norms inside attention on latents, whatever the others have
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,9 @@ class _Builder:
         return Decoder(program, tuple(self.ops), tuple(self.kinds), logits, hidden, self.buffers["q"])
 
     def attention(self, layer: int, hidden: F32Array) -> None:
+        if self.spec.latent is not None:
+            self.latent_attention(layer, hidden, self.spec.latent)
+            return
         spec, kv = self.spec, self.kv[layer]
         prefix = f"model.layers.{layer}"
         name = f"{prefix}.self_attn"
@@ -139,6 +145,35 @@ class _Builder:
         mixed = self.act("attention output", spec.num_heads * spec.head_dim, [f"{name}.o_proj"])
         positions = self.limits.max_positions
         self.add("attend", AttendArgs(self.batch, q, spec.num_heads, kv, spec.window(layer), positions, mixed))
+        self.join(f"{name}.o_proj", mixed, f"{prefix}.post_attention_layernorm", hidden)
+
+    def latent_attention(self, layer: int, hidden: F32Array, latent: LatentSpec) -> None:
+        spec, prefix = self.spec, f"model.layers.{layer}"
+        name = f"{prefix}.self_attn"
+        first = "q_a_proj" if latent.q_rank else "q_proj"
+        inputs = self.act("attention input", spec.hidden_size, [f"{name}.{first}", f"{name}.kv_a_proj_with_mqa"])
+        self.norm(f"{prefix}.input_layernorm", hidden, inputs)
+        q = self.rows("q", spec.num_heads * spec.head_dim)
+        if latent.q_rank:
+            small = self.rows("q small", latent.q_rank)
+            self.linear(f"{name}.q_a_proj", inputs, small)
+            normed = self.act("q small", latent.q_rank, [f"{name}.q_b_proj"])
+            weight = self.vectors[f"{name}.q_a_layernorm.weight"]
+            self.add("norm", NormArgs(self.batch, small, weight, _LATENT_EPS, normed, False))
+            self.linear(f"{name}.q_b_proj", normed, q)
+        else:
+            self.linear(f"{name}.q_proj", inputs, q)
+        stored = self.rows("latent", latent.kv_rank + latent.rope_dim)
+        self.linear(f"{name}.kv_a_proj_with_mqa", inputs, stored)
+        mixed = self.act("attention output", spec.num_heads * latent.value_dim, [f"{name}.o_proj"])
+        self.add(
+            "latent",
+            LatentArgs(
+                self.batch, q, stored, self.vectors[f"{name}.kv_a_layernorm.weight"], _LATENT_EPS,
+                self.weights[f"{name}.kv_b_proj.weight"], *self.rope(layer), latent.interleaved, spec.num_heads,
+                latent.nope_dim, latent.value_dim, spec.query_scale, self.kv[layer], mixed,
+            ),
+        )  # fmt: skip
         self.join(f"{name}.o_proj", mixed, f"{prefix}.post_attention_layernorm", hidden)
 
     def feed_forward(self, layer: int, hidden: F32Array) -> None:
@@ -167,7 +202,7 @@ class _Builder:
         """The layer's tables, shared by all layers of one rope."""
         rope = self.spec.rope_of(layer)
         if rope not in self.ropes:
-            self.ropes[rope] = rope_tables(rope, self.spec.head_dim, self.limits.max_positions)
+            self.ropes[rope] = rope_tables(rope, self.spec.rope_dim, self.limits.max_positions)
         return self.ropes[rope]
 
     def qkv_widths(self) -> tuple[int, int, int]:

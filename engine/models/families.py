@@ -13,12 +13,11 @@ from typing import NamedTuple
 import msgspec
 
 from ...kernels.errors import CheckpointError, UnsupportedModel
-from .arch import DecoderSpec, RopeSpec
+from .arch import MAX_CONTEXT, DecoderSpec, LatentSpec, RopeSpec
 from .fields import Config, flag_field, float_field, int_field, shown
-from .rope_config import layered_ropes, rope_spec
+from .rope_config import layered_ropes, rope_spec, scaled_context, yarn_scale
 
 MAX_LAYERS = 1024  # a config that asks for more is broken; keeps a wrong number from becoming a huge table
-MAX_CONTEXT = 1 << 24  # as `--max-model-len` has it
 _INNER_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -91,14 +90,21 @@ def decoder_tensors(spec: DecoderSpec) -> dict[str, TensorRule]:
     value = _Dim(spec.num_kv_heads * spec.head_dim, ("num_key_value_heads", "head_dim"))
     head = _Dim(spec.head_dim, ("head_dim",))
     linears = {
-        "self_attn.q_proj": (query, hidden),
-        "self_attn.k_proj": (value, hidden),
-        "self_attn.v_proj": (value, hidden),
-        "self_attn.o_proj": (hidden, query),
         "mlp.gate_proj": (ffn, hidden),
         "mlp.up_proj": (ffn, hidden),
         "mlp.down_proj": (hidden, ffn),
     }
+    norms: dict[str, _Dim] = {}
+    if spec.latent is None:
+        linears |= {
+            "self_attn.q_proj": (query, hidden),
+            "self_attn.k_proj": (value, hidden),
+            "self_attn.v_proj": (value, hidden),
+            "self_attn.o_proj": (hidden, query),
+        }
+    else:
+        latent_linears, norms = _latent_tensors(spec, spec.latent, hidden, query)
+        linears |= latent_linears
     rules = {
         "model.embed_tokens.weight": _rule(vocab, hidden),
         "model.norm.weight": _rule(hidden),
@@ -111,9 +117,32 @@ def decoder_tensors(spec: DecoderSpec) -> dict[str, TensorRule]:
             rules[f"{prefix}{name}.bias"] = _rule(outputs, required=False)
         for name in ("input_layernorm", "post_attention_layernorm", *(_INNER_NORMS if spec.sandwich_norms else ())):
             rules[f"{prefix}{name}.weight"] = _rule(hidden)
-        for name in ("self_attn.q_norm", "self_attn.k_norm"):
+        for name, size in norms.items():
+            rules[f"{prefix}{name}.weight"] = _rule(size)
+        for name in ("self_attn.q_norm", "self_attn.k_norm") if spec.latent is None else ():
             rules[f"{prefix}{name}.weight"] = _rule(head, required=False)
     return rules
+
+
+def _latent_tensors(
+    spec: DecoderSpec, latent: LatentSpec, hidden: _Dim, query: _Dim
+) -> tuple[dict[str, tuple[_Dim, _Dim]], dict[str, _Dim]]:
+    """(linears, norms) of attention on latents, by name in a layer."""
+    kv_rank = _Dim(latent.kv_rank, ("kv_lora_rank",))
+    stored = _Dim(latent.kv_rank + latent.rope_dim, ("kv_lora_rank", "qk_rope_head_dim"))
+    both = _Dim(spec.num_heads * (latent.nope_dim + latent.value_dim), ("qk_nope_head_dim", "v_head_dim"))
+    mixed = _Dim(spec.num_heads * latent.value_dim, ("num_attention_heads", "v_head_dim"))
+    linears = {
+        "self_attn.kv_a_proj_with_mqa": (stored, hidden),
+        "self_attn.kv_b_proj": (both, kv_rank),
+        "self_attn.o_proj": (hidden, mixed),
+    }
+    norms = {"self_attn.kv_a_layernorm": kv_rank}
+    if not latent.q_rank:
+        return linears | {"self_attn.q_proj": (query, hidden)}, norms
+    q_rank = _Dim(latent.q_rank, ("q_lora_rank",))
+    linears |= {"self_attn.q_a_proj": (q_rank, hidden), "self_attn.q_b_proj": (query, q_rank)}
+    return linears, norms | {"self_attn.q_a_layernorm": q_rank}
 
 
 class _Dim(NamedTuple):
@@ -189,12 +218,49 @@ def _gemma3(config: Config) -> DecoderSpec:
     )
 
 
+def _deepseek_v2(config: Config) -> DecoderSpec:
+    return _deepseek(config, "deepseek_v2", first_dense=0, interleaved=True)
+
+
+def _deepseek_v3(config: Config) -> DecoderSpec:
+    return _deepseek(config, "deepseek_v3", 3, flag_field(config, "rope_interleave", default=True))
+
+
+def _deepseek(config: Config, family: str, first_dense: int, interleaved: bool) -> DecoderSpec:
+    """A DeepSeek model whose layers are all dense: what its experts would need is not here."""
+    layers = int_field(config, "num_hidden_layers", high=MAX_LAYERS)
+    dense = int_field(config, "first_k_dense_replace", default=first_dense, low=0)
+    if dense < layers:
+        raise UnsupportedModel(
+            f"layers from {dense} on are mixtures of experts (`first_k_dense_replace`)",
+            "a DeepSeek model whose layers are all dense can be run",
+        )
+    latent = LatentSpec(
+        kv_rank=int_field(config, "kv_lora_rank"),
+        q_rank=0 if config.get("q_lora_rank") is None else int_field(config, "q_lora_rank"),
+        nope_dim=int_field(config, "qk_nope_head_dim"),
+        rope_dim=int_field(config, "qk_rope_head_dim"),
+        value_dim=int_field(config, "v_head_dim"),
+        interleaved=interleaved,
+    )
+    rope = rope_spec(config, latent.rope_dim)
+    head_dim = latent.nope_dim + latent.rope_dim
+    heads = int_field(config, "num_attention_heads")
+    plain = _spec({**config, "head_dim": head_dim, "num_key_value_heads": heads}, family, (), rope=rope)
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    sharper = float_field(found, "mscale_all_dim", default=1e-9) if isinstance(found, dict) else 1e-9
+    scale = yarn_scale(rope.factor, sharper) if rope.kind != "default" else 1.0
+    return msgspec.structs.replace(plain, latent=latent, query_scale=head_dim**-0.5 * scale * scale)
+
+
 _FAMILIES: dict[str, Callable[[Config], DecoderSpec]] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "gemma3_text": _gemma3,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
 }
 
 _SHARED = ("tie_word_embeddings",)  # what the config of the whole says for the decoder
@@ -227,6 +293,8 @@ def _spec(
         raise CheckpointError(f"`num_attention_heads` is {heads}, no multiple of `num_key_value_heads`, {kv_heads}")
     if head_dim % 2:
         raise CheckpointError(f"`head_dim` is {head_dim}, rotary embedding needs an even number")
+    if rope is None:
+        rope = rope_spec(config, head_dim)
     activation = config.get(activation_key, "silu")
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise UnsupportedModel(
@@ -241,9 +309,9 @@ def _spec(
         head_dim=head_dim,
         ffn_size=int_field(config, "intermediate_size"),
         vocab_size=int_field(config, "vocab_size"),
-        context_length=int_field(config, "max_position_embeddings", high=MAX_CONTEXT),
+        context_length=scaled_context(rope, int_field(config, "max_position_embeddings", high=MAX_CONTEXT)),
         norm_eps=float_field(config, "rms_norm_eps", default=1e-6),
-        rope=rope or rope_spec(config, head_dim),
+        rope=rope,
         activation=_ACTIVATIONS[activation],
         windows=windows or (0,) * layers,
         tied_head=flag_field(config, "tie_word_embeddings", default=False),

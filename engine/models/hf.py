@@ -32,9 +32,8 @@ from ...kernels.errors import CheckpointError, UnsupportedModel
 from ...kernels.formats import BF16, F16, F32, WeightFormat
 from ...kernels.ops import LOGIT_ROWS, ROWS, Batch, F32Array, KVLayer, PackedWeight, make_rows
 from ...quant.formats.safetensors import open_files
-from .arch import DecoderSpec, RopeSpec
+from .arch import MAX_CONTEXT, DecoderSpec, RopeSpec
 from .decoder import Decoder, Limits
-from .families import MAX_CONTEXT
 from .hf_modules import Buffers, PackedEmbedding, PackedLinear, PagedAttention
 from .hf_trace import trace
 

@@ -16,65 +16,75 @@ import numpy as np
 from ...kernels import registry
 from ...kernels.formats import KVFormat
 from ...kernels.ops import KVCopy, KVCopyArgs, KVLayer, U8Array
+from ..kv_groups import KVGroup
+from ..models.arch import DecoderSpec
 
 
 @dataclass(frozen=True, slots=True)
-class KVGroup:
-    """Layers that share one block table. `kind` says which positions a sequence keeps: full (all of them)."""
+class BlockShape:
+    """What a block holds of one layer: K and V of every head, or the latents, which are a head without values."""
 
-    kind: str
-    layers: tuple[int, ...]
     block_size: int
     num_kv_heads: int
     head_dim: int
     formats: tuple[KVFormat, ...]  # of each layer
+    latent: bool = False
 
     @property
     def offsets(self) -> tuple[int, ...]:
         """Where each layer begins in a block, in bytes, and where the last one ends."""
-        sizes = (2 * self.num_kv_heads * self.block_size * kv.head_bytes(self.head_dim) for kv in self.formats)
-        return tuple(itertools.accumulate(sizes, initial=0))
-
-    @property
-    def bytes_per_block(self) -> int:
-        return self.offsets[-1]
+        values = (1 if self.latent else 2) * self.num_kv_heads * self.block_size
+        return tuple(itertools.accumulate((values * kv.head_bytes(self.head_dim) for kv in self.formats), initial=0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupCache:
-    """One group's arena of `num_blocks` blocks, each layer's view of it, and the block copy bound to it."""
+    """One group's arena, each layer's view of it, and the block copy bound to it."""
 
     group: KVGroup
-    num_blocks: int
+    block_size: int
+    bytes_per_block: int
     arena: U8Array
     layers: dict[int, KVLayer]
     copy: KVCopy
 
 
-def allocate(index: int, group: KVGroup, num_blocks: int, kernels: str) -> GroupCache:
-    """The arena of KV group `index`."""
-    stride = group.bytes_per_block
-    arena = np.frombuffer(_zero_pages(num_blocks * stride), np.uint8)
+def allocate(index: int, group: KVGroup, shape: BlockShape, kernels: str) -> GroupCache:
+    """The arena of KV group `index`, whose layers have the formats of `shape`."""
+    stride = shape.offsets[-1]
+    arena = np.frombuffer(_zero_pages(group.num_blocks * stride), np.uint8) if stride else np.zeros(0, np.uint8)
     layers = {
         layer: KVLayer(
-            arena, stride, offset, group.block_size, group.num_kv_heads, group.head_dim, form, index
+            arena, stride, offset, shape.block_size, shape.num_kv_heads, shape.head_dim, form, index
         )
-        for layer, form, offset in zip(group.layers, group.formats, group.offsets[:-1], strict=True)
+        for layer, form, offset in zip(group.layers, shape.formats, shape.offsets[:-1], strict=True)
     }  # fmt: skip
-    return GroupCache(group, num_blocks, arena, layers, _block_copy(arena, group, kernels))
+    return GroupCache(group, shape.block_size, stride, arena, layers, _block_copy(arena, shape, kernels))
 
 
-def _block_copy(arena: U8Array, group: KVGroup, kernels: str) -> KVCopy:
+def block_shape(spec: DecoderSpec, group: KVGroup, block_size: int, kinds: tuple[str, ...]) -> BlockShape:
+    """What a block of this group holds; `kinds` are the KV formats of all of the model's layers."""
+    formats = tuple(KVFormat(kinds[layer]) for layer in group.layers)
+    if spec.latent is not None:
+        return BlockShape(block_size, 1, spec.latent.kv_rank + spec.latent.rope_dim, formats, latent=True)
+    return BlockShape(block_size, spec.num_kv_heads, spec.head_dim, formats)
+
+
+def _block_copy(arena: U8Array, shape: BlockShape, kernels: str) -> KVCopy:
     """One copy for each run of layers of the same format, together."""
-    copies = []
-    place = 0
-    for form, run in itertools.groupby(group.formats):
+    copies: list[KVCopy] = []
+    place, stride = 0, shape.offsets[-1]
+    for form, run in itertools.groupby(shape.formats):
         count = len(tuple(run))
-        args = KVCopyArgs(
-            arena, group.bytes_per_block, count, group.block_size, group.num_kv_heads, group.head_dim, form,
-            group.offsets[place],
-        )  # fmt: skip
-        copies.append(registry.bind("kv_copy", args, kernels=kernels))
+        first, end = shape.offsets[place], shape.offsets[place + count]
+        if shape.latent:
+            part = arena.reshape(-1, stride)[:, first:end]
+            copies.append(_LatentCopy(part, count, shape.block_size))
+        else:
+            args = KVCopyArgs(
+                arena, stride, count, shape.block_size, shape.num_kv_heads, shape.head_dim, form, first
+            )  # fmt: skip
+            copies.append(registry.bind("kv_copy", args, kernels=kernels))
         place += count
     return copies[0] if len(copies) == 1 else _Copies(tuple(copies))
 
@@ -86,6 +96,21 @@ class _Copies:
     def __call__(self, source: int, target: int, tokens: int) -> None:
         for part in self.parts:
             part(source, target, tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _LatentCopy:
+    """The copy for layers of latents, whose tokens are rows. `blocks` [blocks, bytes of these layers]."""
+
+    blocks: U8Array
+    num_layers: int
+    block_size: int
+
+    def __call__(self, source: int, target: int, tokens: int) -> None:
+        size = self.blocks.shape[1] // self.num_layers
+        used = size // self.block_size * tokens
+        for start in range(0, self.blocks.shape[1], size):
+            self.blocks[target, start : start + used] = self.blocks[source, start : start + used]
 
 
 def _zero_pages(size: int) -> mmap.mmap:

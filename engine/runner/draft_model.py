@@ -43,7 +43,7 @@ class DraftModel:
         self.seconds = 0.0
         self._runner = runner
         self._max_rows, self._max_tokens, self._vocab_size = max_rows, max_tokens, vocab_size
-        self._contents = Contents(runner.groups[0].group.block_size)
+        self._contents = Contents(runner.groups[0].block_size)
         self._followers: dict[int, _Follower] = {}  # by slot
         self._broken: set[int] = set()  # orders of sequences for which the model gave NaN or Inf
 

@@ -70,7 +70,11 @@ def _last_logits(runner: Runner, steps: Iterable[list[_Part]], count: int, block
         Step(
             0,
             admit=tuple(Admit(slot, tokens[slot].astype("<i4").tobytes(), count, _GREEDY) for slot in slots),
-            tables=tuple(TableDelta(slot, 0, tuple(range(slot * blocks, (slot + 1) * blocks))) for slot in slots),
+            tables=tuple(
+                TableDelta(slot, group, tuple(range(slot * blocks, (slot + 1) * blocks)))
+                for slot in slots
+                for group in range(len(runner.groups))
+            ),
         )
     )
     for parts in steps:

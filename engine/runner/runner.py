@@ -9,12 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from ...kernels.formats import KVFormat
 from ...kernels.ops import F32Array, make_batch
 from ..engine import Pending, StepRunner
 from ..load.model import Model
@@ -23,9 +21,9 @@ from ..plan import Plan
 from ..sample.sampler import Sampler
 from ..sample.slots import make_slots
 from ..schedule.step import Step, StepResult
-from .cache import KVGroup, allocate
+from .cache import allocate, block_shape
 from .inputs import apply_deltas, fill_batch
-from .steering import key_steerings
+from .kv_fit import fit_cache
 from .tier_store import TierStore, open_tier
 
 
@@ -34,30 +32,25 @@ class Runner:
 
     def __init__(self, model: Model, plan: Plan) -> None:
         spec = model.spec
-        group = KVGroup(
-            "full", tuple(range(spec.num_layers)), plan.block_size, spec.num_kv_heads, spec.head_dim,
-            tuple(KVFormat(kind) for kind in plan.kv_formats),
-        )  # fmt: skip
-        self.groups = (allocate(0, group, plan.num_blocks, plan.kernels),)
+        self.groups = tuple(
+            allocate(index, group, block_shape(spec, group, plan.block_size, plan.kv_formats), plan.kernels)
+            for index, group in enumerate(plan.groups)
+        )
         max_blocks = -(-plan.max_model_len // plan.block_size)
-        self._slots = make_slots(plan.max_num_seqs, plan.max_model_len, (max_blocks,))
+        self._slots = make_slots(plan.max_num_seqs, plan.max_model_len, (max_blocks,) * len(self.groups))
         self._batch = make_batch(
             plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_logit_rows, self._slots.tables
         )
-        steered = key_steerings(model, plan)
+        layers = {layer: kv for cache in self.groups for layer, kv in cache.layers.items()}
         self.decoder = model.build(
             self._batch,
-            {
-                layer: replace(kv, steering=steered.get(layer))
-                for cache in self.groups
-                for layer, kv in cache.layers.items()
-            },
+            fit_cache(layers, model, plan),
             Limits(plan.max_num_batched_tokens, plan.max_logit_rows, plan.max_model_len, plan.threads),
             plan.kernels,
         )
         self._sampler = Sampler(self._batch, self.decoder.logits, spec.vocab_size, self._slots, plan.kernels)
         self._tier = (
-            open_tier(Path(plan.tier_folder), self.groups, plan.tier_blocks, plan.block_size)
+            open_tier(Path(plan.tier_folder), self.groups[:1], plan.tier_blocks, plan.block_size)
             if plan.tier_blocks
             else None
         )

@@ -1,4 +1,4 @@
-"""Tier 2 of the KV cache on a CPU: an unlinked file with a place for one block of every KV group.
+"""Tier 2 of the KV cache on a CPU: an unlinked file with a place for one block of every KV group that keeps everything.
 
 A block is one stretch of the arena, so it is written from there and read into it without a copy of ours. The checksum
 of what was written stays in memory. A place whose content has another one, whatever happened to it, holds nothing, and
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 def open_tier(folder: Path, groups: Sequence[GroupCache], num_places: int, block_size: int) -> TierStore:
     """A store of so many places in a new file in `folder`. CapacityError if there can be none, or not of that size."""
-    needed = num_places * sum(cache.group.bytes_per_block for cache in groups)
+    needed = num_places * sum(cache.bytes_per_block for cache in groups)
     check_swap_room(folder, needed)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ class TierStore:
     def __init__(self, file: FileIO, groups: Sequence[GroupCache]) -> None:
         self._file = file
         self._arenas = [cache.arena.data for cache in groups]
-        self._sizes = [cache.group.bytes_per_block for cache in groups]
+        self._sizes = [cache.bytes_per_block for cache in groups]
         self._stride = sum(self._sizes)
         self._checksums: dict[int, int] = {}  # of the places that hold something
         self._full = False

@@ -29,7 +29,7 @@ class Admission:
         leader = seq.leader
         fresh = seq is not leader and seq.generated == 0
         if fresh and leader.phase is Phase.RUNNING and leader.computed >= leader.prompt_len and leader.announced > 0:
-            return self._memory.fork(leader, leader.prompt_len - 1)
+            return self._memory.fork(seq, leader, leader.prompt_len - 1)
         return self._memory.find(seq)
 
     def missing(self, seq: Sequence) -> int:
@@ -42,11 +42,11 @@ class Admission:
 
         `alone`: nobody runs, so that there is room whatever the start; at worst its source has to make some.
         """
-        available = self._memory.available
+        available = self._memory.room
         if alone:
             start = self.start(seq)
             if self.missing(seq) - len(start.columns) > available - self._memory.cost(start):
-                start = Start(start.columns, nodes=start.nodes[: len(start.columns)], asleep=start.asleep)
+                start = self._memory.whole(start)
             return start
         slack = available - promised
         refused = self._refused
@@ -56,7 +56,7 @@ class Admission:
         if self.missing(seq) - len(start.columns) + self._memory.cost(start) > slack:
             self._refused = _Refused(seq.order, self._memory.tree.inserts, slack)
             return None
-        return start
+        return start if self._memory.windows.affordable(seq, start.windows) else None
 
 
 class _Refused(NamedTuple):

@@ -56,7 +56,8 @@ class Draft:
         self._admits.append(Admit(seq.slot, _int32(seq.tokens), seq.prompt_len, slot_sampling(seq.request, seq.index)))
         if target is not None:
             assert start.source is not None
-            for group, (source, block) in enumerate(zip(start.source, target)):
+            sources = (*start.source, *(each.source for each in start.windows))
+            for group, (source, block) in enumerate(zip(sources, target)):
                 self._copies.append(Copy(group, source, block, start.copied))
 
     def row(self, seq: Sequence, count: int, samples: bool, known: int) -> None:
@@ -109,6 +110,8 @@ class Draft:
             if len(seq.blocks) > seq.announced:
                 for group, blocks in enumerate(zip(*seq.blocks[seq.announced :])):
                     tables.append(TableDelta(seq.slot, group, blocks))
+                for group, table in enumerate(seq.windows, len(seq.blocks[0])):
+                    tables.append(TableDelta(seq.slot, group, table.entries(seq.announced, len(seq.blocks))))
                 seq.announced = len(seq.blocks)
         chunks = tuple(
             [

@@ -140,7 +140,7 @@ class Filler:
             return
         seq = joining.seq
         self._roster.beams.of(seq).joining.remove(joining)
-        self._roster.enter(draft, seq, self._memory.fork(joining.source, joining.tokens))
+        self._roster.enter(draft, seq, self._memory.fork(seq, joining.source, joining.tokens))
 
     def _restate(self, draft: Draft, seq: Sequence) -> None:
         """Tell the runner of a running beam again: it goes on with another token than the likeliest."""

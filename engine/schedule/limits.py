@@ -8,11 +8,15 @@ from ...kernels.errors import CapacityError, UsageError
 from ..config import NO_SPECULATION, SpeculativeConfig
 from ..request import Request
 from .pace import PaceConfig
+from .windows import WindowLimit
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of one engine start. `num_blocks` has one entry per KV group, `depth` counts steps in flight."""
+    """Limits of one engine start. `num_blocks` has one entry per KV group without a window, `windows` the others.
+
+    `depth` counts steps in flight.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -29,6 +33,7 @@ class SchedulerConfig:
     bytes_per_block: int = 0  # of all groups together, to tell what was swapped
     speculation: SpeculativeConfig = NO_SPECULATION
     max_logit_rows: int = 0  # rows with logits in one step; 0: as many as tokens
+    windows: tuple[WindowLimit, ...] = ()
     pace: PaceConfig | None = None  # of prompts beside decodes; None: whatever the token budget allows
     tenant_weights: tuple[tuple[str, float], ...] = ()  # shares of the fair queue; 1 for who is not named
 
@@ -77,6 +82,14 @@ class SchedulerConfig:
             )
         new = min(request.max_tokens, self.limit - prompt)
         shared = prompt // self.block_size
+        for each in self.windows:
+            together = width * min(each.blocks_of_one(self.block_size), -(-(prompt + new) // self.block_size))
+            if together > each.num_blocks:
+                raise CapacityError(
+                    f"{width} beams may need {together} KV blocks of {self.block_size} tokens in layers with a window "
+                    f"of {each.window}, there are {each.num_blocks}",
+                    "use fewer beams, or raise --kv-cache-memory-bytes",
+                )
         needed = shared + width * (-(-(prompt + new - 1) // self.block_size) - shared)
         if needed > min(self.num_blocks):
             raise CapacityError(

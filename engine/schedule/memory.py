@@ -1,5 +1,6 @@
 """The KV blocks of all groups and the prefix tree over them, as one face for the scheduler.
 
+Groups of layers that see only a window have blocks of their own (`windows.py`); what is said here is of the others.
 Every group has its own pool, and the scheduler moves through them in step: one logical block is one `Column`, a block
 of each group. Memory is given in this order: free blocks, then evicted leaves of the tree, then the tree as a whole.
 The last is needed when a cached block stands above one in use that belongs to somebody else: two sequences computed the
@@ -22,6 +23,7 @@ from .sequence import Sequence
 from .step import StepResult
 from .swapping import SwapCost
 from .tier import Tier
+from .windows import WindowLimit, Windows, WindowStart
 
 
 class Start(NamedTuple):
@@ -35,6 +37,7 @@ class Start(NamedTuple):
     copied: int = 0
     nodes: tuple[Node, ...] = ()
     asleep: tuple[Node, ...] = ()
+    windows: tuple[WindowStart, ...] = ()
 
 
 class KVMemory:
@@ -48,19 +51,31 @@ class KVMemory:
         k: int,
         tier_blocks: int = 0,
         preemption_mode: str = "auto",
+        windows: tuple[WindowLimit, ...] = (),
     ) -> None:
         self.block_size = block_size
         self.pools = tuple(BlockPool(count) for count in num_blocks)
         self.tier = Tier(tier_blocks)
         self.tree = PrefixTree(self.pools, block_size, k, tier=self.tier)
+        self.windows = Windows(windows, block_size)
         self._cost = SwapCost(preemption_mode, block_size)
         self._caching = caching
         self._held: list[Column] = []
 
     @property
     def available(self) -> int:
-        """Columns that can be had without taking any from a sequence."""
+        """Columns that can be had without taking any from a sequence, with blocks of the groups with a window."""
+        return self.windows.available(self.room)
+
+    @property
+    def room(self) -> int:
+        """The same of the groups that keep everything: prompts of so many blocks can be had in parts."""
         return min(pool.num_free + pool.num_cached for pool in self.pools)
+
+    @property
+    def all_pools(self) -> tuple[BlockPool, ...]:
+        """The pool of every group."""
+        return (*self.pools, *self.windows.pools)
 
     @property
     def fragmentation(self) -> float:
@@ -87,13 +102,19 @@ class KVMemory:
         if hit.nodes and not hit.nodes[-1].blocks:
             there = next(place for place, node in enumerate(hit.nodes) if not node.blocks)
             asleep = hit.nodes[there:] if hit.partial is None else (*hit.nodes[there:], hit.partial)
-            return Start(tuple(node.blocks for node in hit.nodes[:there]), nodes=hit.nodes[:there], asleep=asleep)
+            awake = hit.nodes[:there]
+            return self._served(Start(tuple(node.blocks for node in awake), nodes=awake, asleep=asleep))
         columns = tuple(node.blocks for node in hit.nodes)
         if hit.partial is None:
-            return Start(columns, nodes=hit.nodes)
+            return self._served(Start(columns, nodes=hit.nodes))
         if not hit.partial.blocks:
-            return Start(columns, nodes=hit.nodes, asleep=(hit.partial,))
-        return Start(columns, hit.partial.blocks, hit.partial_tokens, (*hit.nodes, hit.partial))
+            return self._served(Start(columns, nodes=hit.nodes, asleep=(hit.partial,)))
+        return self._served(Start(columns, hit.partial.blocks, hit.partial_tokens, (*hit.nodes, hit.partial)))
+
+    def whole(self, start: Start) -> Start:
+        """What is left of a start from the tree without the tokens to copy."""
+        nodes = start.nodes[: len(start.columns)]
+        return self._served(Start(start.columns, nodes=nodes, asleep=start.asleep))
 
     def wake(self, seq: Sequence, start: Start) -> bool:
         """Have tier 2 read what it has of a sequence's start, as far as there are blocks for it, some in each step.
@@ -105,7 +126,7 @@ class KVMemory:
             return True
         if not start.asleep or seq.woken >= self.blocks_for(len(seq.tokens)):
             return False
-        nodes = start.asleep[: min(self._cost.blocks_at_once, max(self.available - self.cost(start), 0))]
+        nodes = start.asleep[: min(self._cost.blocks_at_once, max(self.room - self.cost(start), 0))]
         if not nodes:
             return False
         seq.woken += len(nodes)
@@ -137,10 +158,33 @@ class KVMemory:
         for column in settled.held:
             self._release(column)
 
-    def fork(self, other: Sequence, tokens: int) -> Start:
-        """The start that another sequence's first `tokens` computed tokens give one that begins with them too."""
+    def fork(self, seq: Sequence, other: Sequence, tokens: int) -> Start:
+        """The start that another sequence's first `tokens` computed tokens give `seq`, which begins with them too.
+
+        If some window of the other has passed them, what the tree has.
+        """
+        windows = self.windows.fork(other, tokens)
+        if windows is None:
+            return self.find(seq)
         full, copied = divmod(tokens, self.block_size)
-        return Start(tuple(other.blocks[:full]), other.blocks[full] if copied else None, copied)
+        return Start(tuple(other.blocks[:full]), other.blocks[full] if copied else None, copied, windows=windows)
+
+    def _served(self, start: Start) -> Start:
+        """As much of a start from the tree as the groups with a window have too.
+
+        They have nothing in tier 2, so it is asked for nothing that they could not go on from.
+        """
+        tokens = self.tokens_of(start)
+        served = self.windows.serve(start.nodes, tokens)
+        if served < tokens:
+            full = served // self.block_size
+            start = Start(start.columns[:full], nodes=start.nodes[:full])
+        elif start.asleep:
+            path = (*start.nodes, *start.asleep)
+            length = sum(len(node.tokens) for node in path)
+            if self.windows.serve(path, length) <= tokens:
+                start = start._replace(asleep=())
+        return start._replace(windows=self.windows.start(start.nodes, served))
 
     def tokens_of(self, start: Start) -> int:
         return len(start.columns) * self.block_size + start.copied
@@ -155,7 +199,7 @@ class KVMemory:
         return sum(self.pools[0].state(column[0]) is BlockState.CACHED for column in columns)
 
     def begin(self, seq: Sequence, start: Start) -> Column | None:
-        """Give the sequence its first blocks; the column into which `start.source` must be copied, if any.
+        """Give the sequence its first blocks; those of every group into which `start.source` must be copied, if any.
 
         The source is held until `drop_held`, so that nothing else is written there before the copy.
         """
@@ -170,24 +214,29 @@ class KVMemory:
             self._held.append(start.source)
         for node in start.nodes:
             self.tree.touch(node, seq.leader.order)
+        windows = self.windows.begin(seq, start.windows, start.source is not None)
         if start.source is None:
             return None
-        assert self.available, "the scheduler admits only what fits"
+        assert self.room, "the scheduler admits only what fits"
         (target,) = self._take(1)
         seq.blocks.append(target)
-        return target
+        return (*target, *windows)
 
     def grow(self, seq: Sequence, tokens: int) -> int:
         """Extend the table to hold `tokens` tokens, as far as memory goes without preemption; how many it holds now."""
         missing = self.blocks_for(tokens) - len(seq.blocks)
         if missing > 0:
             seq.blocks += self._take(min(missing, self.available))
+            self.windows.grow(seq, len(seq.blocks))
         return len(seq.blocks) * self.block_size
 
     def publish(self, seq: Sequence) -> None:
-        """Make the full blocks whose content is final known to the tree."""
-        if not self._caching:
-            return
+        """Make the full blocks whose content is final known to the tree, and give back what no window sees any more."""
+        if self._caching:
+            self._publish(seq)
+        self.windows.trim(seq)
+
+    def _publish(self, seq: Sequence) -> None:
         if seq.cursor is not None and not seq.cursor.blocks:  # a twin's block was evicted; our own one can stand in
             seq.cursor, seq.published = None, 0
         size = self.block_size
@@ -237,15 +286,19 @@ class KVMemory:
         for column in self._held:
             self._release(column)
         self._held.clear()
+        self.windows.drop_held()
 
     def _insert(self, seq: Sequence, tokens: tuple[int, ...]) -> None:
         parent = seq.cursor if seq.cursor is not None else self.tree.root(seq.request.salt)
         seq.cursor = self.tree.insert(parent, tokens, seq.blocks[seq.published], seq.leader.order)
+        if len(seq.cursor.tokens) == len(tokens):  # else what is known already goes on further than ours
+            self.windows.publish(seq, seq.published, seq.cursor)
         seq.published += 1
 
     def _drop(self, seq: Sequence) -> None:
         for column in reversed(seq.blocks):
             self._release(column)
+        self.windows.release(seq)
         seq.blocks = []
         seq.borrowed = seq.announced = seq.published = 0
         seq.cursor = None

@@ -59,6 +59,7 @@ class Scheduler:
             config.eviction_k,
             config.tier_blocks,
             config.preemption_mode,
+            config.windows,
         )
         queue = make_queue(config.policy, config.limit, dict(config.tenant_weights))
         proposer = proposer or PromptLookup(config.speculation)

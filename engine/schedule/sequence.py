@@ -32,6 +32,26 @@ _NEXT: dict[Phase, tuple[Phase, ...]] = {
 }
 
 
+class WindowTable:
+    """The blocks that a sequence holds in a group with a window; the first of them stands at `first` of its table."""
+
+    __slots__ = ("blocks", "first")
+
+    def __init__(self, first: int, blocks: list[int]) -> None:
+        self.first = first
+        self.blocks = blocks
+
+    @property
+    def end(self) -> int:
+        """The length of the table, with what is gone of it."""
+        return self.first + len(self.blocks)
+
+    def entries(self, start: int, end: int) -> tuple[int, ...]:
+        """What stands at start .. end - 1 of the table; 0 for what is gone, which nobody reads."""
+        gone = max(0, min(self.first, end) - start)
+        return (0,) * gone + tuple(self.blocks[start + gone - self.first : end - self.first])
+
+
 class Sequence:
     """One sample of a request.
 
@@ -40,6 +60,7 @@ class Sequence:
     tokens     the prompt and every token accepted so far
     goal       positions to compute in a whole life: the last token allowed needs no KV
     blocks     per logical block, one physical block of every KV group
+    windows    the table of every KV group with a window
     borrowed   how many leading entries of `blocks` were another's when this sequence was admitted
     announced  how many entries of `blocks` the runner knows; -1: it must be told all of the sequence again
     scheduled  positions scheduled since admission, those of steps in flight included; drafts too, which are taken
@@ -83,6 +104,7 @@ class Sequence:
         "slot",
         "tokens",
         "trace",
+        "windows",
         "woken",
     )
 
@@ -105,6 +127,7 @@ class Sequence:
             self.goal = max(self.prompt_len - 1, 1)  # logits after the last token are of no use
         self.slot = -1
         self.blocks: list[Column] = []
+        self.windows: list[WindowTable] = []
         self.borrowed = 0
         self.announced = 0
         self.scheduled = 0

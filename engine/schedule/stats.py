@@ -82,7 +82,7 @@ class Counts:
         self, memory: KVMemory, bytes_per_block: int, waiting: int, running: Collection[Sequence]
     ) -> SchedulerStats:
         """These counts beside how memory stands now."""
-        pools, tree, tier = memory.pools, memory.tree, memory.tier
+        pools, tree, tier = memory.all_pools, memory.tree, memory.tier
         return SchedulerStats(
             waiting=waiting,
             running=len(running),

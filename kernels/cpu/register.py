@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..device import read_machine
-from ..entry import OPS, Entry
+from ..entry import OPS, REFERENCE_ONLY, Entry
 from ..errors import UsageError
 from ..ops import Batch, Op, Program
 
@@ -113,7 +113,7 @@ def _faces() -> dict[str, tuple[_Accepts, _Build]]:
         from . import ops
     except ImportError as error:
         reason = f"the extension `llmctl.kernels._cpu` cannot be imported: {error}"
-        return dict.fromkeys(OPS, (_refuse(reason), _never_built))
+        return dict.fromkeys(OPS.keys() - REFERENCE_ONLY, (_refuse(reason), _never_built))
     return {
         "embed": (ops.accepts_embed, ops.build_embed),
         "norm": (ops.accepts_norm, ops.build_norm),

@@ -19,6 +19,7 @@
 namespace llmctl::cuda {
 
 constexpr int kWindow = 1, kSoftCap = 2, kSinks = 4;
+constexpr int kFineWeights = 8;  // weights to twice the bits of what the tensor cores multiply, in two products
 
 // What one block of threads computes: rows tile * kRows ... of the sequence's packed rows, over tokens begin ... end.
 // `begin` is a multiple of kTile.
@@ -72,6 +73,7 @@ struct AttendShape {
   static constexpr bool kSwizzle = kChunks % 8 == 0;  // else rows differ in their banks anyway
   static constexpr int kVStride = kRowBytes + (kChunks % 2 == 0 ? 16 : 0);
   static constexpr bool kScaled = kSame<Kv, Int8>;
+  static constexpr bool kFine = (kFlags & kFineWeights) != 0 && kIs16<Mma>;
   static constexpr int kScaleBytes = kScaled ? kTile * 2 : 0;
   static constexpr int kStageBytes = kTile * (kRowBytes + kVStride) + 2 * kScaleBytes;
   static constexpr int kSteps = kHeadDim / 16;
@@ -132,6 +134,32 @@ LLMCTL_DEVICE void finish_row(Act* to, float (&v)[4], float top, float weights, 
     store_vec(to, Vec2{{pack_pair<Act>(v[0], v[1]), pack_pair<Act>(v[2], v[3])}});
   }
 }
+
+// Weights of 16 rows and 16 tokens, and if kFine what rounding them to Mma has left over.
+template <class Mma, bool kFine>
+struct Weights {
+  OperandA<Mma> whole, rest;
+
+  LLMCTL_DEVICE Weights(const float (&row_g)[4], const float (&row_g8)[4]) {
+    whole = operand_a<Mma>(row_g, row_g8);
+    if constexpr (kFine) {
+      float rest_g[4], rest_g8[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // Registers 0 and 2 are of row g, 1 and 3 of row g + 8, two values in each.
+        const uint32_t g = whole.r[i / 2 * 2], g8 = whole.r[i / 2 * 2 + 1];
+        rest_g[i] = row_g[i] - (i % 2 ? high_of<Mma>(g) : low_of<Mma>(g));
+        rest_g8[i] = row_g8[i] - (i % 2 ? high_of<Mma>(g8) : low_of<Mma>(g8));
+      }
+      rest = operand_a<Mma>(rest_g, rest_g8);
+    }
+  }
+
+  LLMCTL_DEVICE void multiply_add(float (&d)[4], const OperandB<Mma>& values) const {
+    if constexpr (kFine) cuda::multiply_add<Mma>(d, rest, values);
+    cuda::multiply_add<Mma>(d, whole, values);
+  }
+};
 
 // grid: (work items that could be, KV heads). Blocks beyond *num_work do nothing, so that a recorded grid serves any step.
 //   out, q       [rows, heads * kHeadDim], strides in elements
@@ -340,7 +368,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
       const float(&even)[4] = score[2 * j];
       const float(&odd)[4] = score[2 * j + 1];
       const float row_g[4] = {even[0], even[1], odd[0], odd[1]}, row_g8[4] = {even[2], even[3], odd[2], odd[3]};
-      const OperandA<Mma> a = operand_a<Mma>(row_g, row_g8);
+      const Weights<Mma, S::kFine> a(row_g, row_g8);
       const unsigned char* tokens = values + (warp_first + 16 * j) * S::kVStride;
       if constexpr (sizeof(Kv) == 4) {
 #pragma unroll
@@ -350,7 +378,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
           for (int i = 0; i < 4; ++i) {
             b.r[i] = load_vec<uint32_t>(tokens + (2 * t + i % 2 + i / 2 * 8) * S::kVStride + (n * 8 + g) * 4);
           }
-          multiply_add<Mma>(acc[n], a, b);
+          a.multiply_add(acc[n], b);
         }
       } else {
 #pragma unroll
@@ -365,12 +393,12 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
               OperandB<Mma> b;
               b.r[0] = low;
               b.r[1] = high;
-              multiply_add<Mma>(acc[2 * pair + column], a, b);
+              a.multiply_add(acc[2 * pair + column], b);
             } else {
               // Two dimensions lie side by side in what ldmatrix takes for one: they make two tiles of columns.
               const int n = 4 * pair + 2 * column;
-              multiply_add<Mma>(acc[n], a, expand<Mma, Kv>(pick_bytes(low, high, 0x6420)));
-              multiply_add<Mma>(acc[n + 1], a, expand<Mma, Kv>(pick_bytes(low, high, 0x7531)));
+              a.multiply_add(acc[n], expand<Mma, Kv>(pick_bytes(low, high, 0x6420)));
+              a.multiply_add(acc[n + 1], expand<Mma, Kv>(pick_bytes(low, high, 0x7531)));
             }
           }
         }

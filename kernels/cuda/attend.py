@@ -18,7 +18,7 @@ from .source import Kernel
 from .types import ACTIVATIONS, EIGHT_BIT_KV, ELEMENT_BYTES, ELEMENTS
 
 HEADER = "attend.cuh"
-WINDOW, SOFT_CAP, SINKS = 1, 2, 4  # as in attend.cuh
+WINDOW, SOFT_CAP, SINKS, FINE_WEIGHTS = 1, 2, 4, 8  # as in attend.cuh
 MERGE_THREADS = 128
 COMPUTE = {"f16": "Half", "bf16": "Bf16", "tf32": "Tf32", "f32": "Fp32"}
 
@@ -31,7 +31,7 @@ class AttendShape:
     compute  what the tensor cores multiply: f16 | bf16 | tf32 | f32 (float32 as sums of two tf32)
     kv       format of the cache
     warps_m, warps_n  how warps divide rows and the tokens of a step;  tile: tokens per step;  stages: steps in flight
-    flags    WINDOW | SOFT_CAP | SINKS
+    flags    WINDOW | SOFT_CAP | SINKS | FINE_WEIGHTS: the last lets the result have no error but its own rounding
     """
 
     act: str

@@ -17,6 +17,7 @@ from ..ops import (
     AttendArgs,
     EmbedArgs,
     KVCopyArgs,
+    LatentArgs,
     LinearArgs,
     NormAddArgs,
     NormArgs,
@@ -24,7 +25,7 @@ from ..ops import (
     RopeStoreArgs,
     SampleArgs,
 )
-from . import act_mul, attend, embed, kv_copy, linear, norm, norm_add, rope_store, sample
+from . import act_mul, attend, embed, kv_copy, latent, linear, norm, norm_add, rope_store, sample
 
 
 def _weight_refusal(format: WeightFormat, k: int) -> str | None:
@@ -65,6 +66,12 @@ def _accepts_attend(args: AttendArgs) -> str | None:
     return _kv_refusal(args.kv.format)
 
 
+def _accepts_latent(args: LatentArgs) -> str | None:
+    if args.kv.format.bytes_per_value == 1:
+        return f"no latents in format `{args.kv.format.kind}`"
+    return _weight_refusal(args.up.format, args.up.k)
+
+
 def _accepts_act_mul(args: ActMulArgs) -> str | None:
     return None if args.activation in act_mul.ACTIVATIONS else f"no activation `{args.activation}`"
 
@@ -92,6 +99,7 @@ ENTRIES = (
     _entry("linear", _accepts_linear, _one_op(linear.build)),
     _entry("rope_store", _accepts_rope_store, _one_op(rope_store.build)),
     _entry("attend", _accepts_attend, _one_op(attend.build)),
+    _entry("latent", _accepts_latent, _one_op(latent.build)),
     _entry("act_mul", _accepts_act_mul, _one_op(act_mul.build)),
     _entry("kv_copy", _accepts_kv_copy, kv_copy.build),
     _entry("sample", _accepts_sample, sample.build),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..formats import FLOAT_BYTES, KVFormat
+from ..formats import FLOAT_BYTES, FP8_LARGEST, KVFormat
 from ..ops import AnyArray, KVLayer, U8Array
 
 _STORED: dict[str, type[np.generic]] = {
@@ -18,7 +18,6 @@ _STORED: dict[str, type[np.generic]] = {
     "int8": np.int8, "int16": np.int16,
 }  # fmt: skip
 _TORCH = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-_FP8_MAX = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 _TOP_CODES = {"int8": (127, 127), "int16": (8191, 2047)}  # of K and V
 _SMALLEST = 1e-30  # as absmax: a scale is never 0
 _F32_MAX = float(np.finfo(np.float32).max)
@@ -74,7 +73,7 @@ class HeadView:
             if broken:
                 self.key_scales[block, inside] = torch.nan
             return
-        limit = _FP8_MAX[self.format.kind]
+        limit = FP8_LARGEST[self.format.kind]
         k = near_k.clamp(-limit, limit)
         if broken:
             k[0] = torch.nan
@@ -92,6 +91,12 @@ class HeadView:
                 scales[target, :tokens] = scales[source, :tokens]
 
 
+def key_and_value_scales(kv: KVLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    """The layer's scales of K and of V, float32 [kv_heads] each."""
+    scales = torch.ones(2, kv.num_kv_heads) if kv.scales is None else torch.from_numpy(kv.scales)
+    return scales[0], scales[1]
+
+
 def token_scale(x: torch.Tensor, top: int = 127) -> torch.Tensor:
     """The scale of a K or V, float32 [head_dim] or of many [..., head_dim], up to code `top`: a bfloat16 as float32."""
     return _bfloat16_above(x.abs().amax(dim=-1).clamp(_SMALLEST, _F32_MAX) / top).float()
@@ -100,7 +105,7 @@ def token_scale(x: torch.Tensor, top: int = 127) -> torch.Tensor:
 def within_range(kind: str, x: torch.Tensor) -> torch.Tensor:
     """Values without NaN, in fp8 cut off at the largest."""
     x = x.where(~x.isnan(), 0.0)
-    return x if kind == "int8" else x.clamp(-_FP8_MAX[kind], _FP8_MAX[kind])
+    return x if kind == "int8" else x.clamp(-FP8_LARGEST[kind], FP8_LARGEST[kind])
 
 
 def as_stored(kind: str, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -137,6 +142,15 @@ def view_of(
         scales[1],
         format,
     )
+
+
+def latent_view(kv: KVLayer) -> torch.Tensor:
+    """What is stored of every token in a layer of latents: [blocks, block_size, head_dim], sharing memory."""
+    stride, size = kv.block_stride, kv.block_size * kv.head_dim * kv.format.bytes_per_value
+    blocks = kv.arena[: kv.arena.size // stride * stride].reshape(-1, stride)
+    part = blocks[:, kv.layer_offset : kv.layer_offset + size].view(_STORED[kv.format.kind])
+    assert np.shares_memory(part, kv.arena)
+    return _tensor(part, kv.format.kind).view(-1, kv.block_size, kv.head_dim)
 
 
 def _tensor(values: AnyArray, kind: str) -> torch.Tensor:

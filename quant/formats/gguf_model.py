@@ -7,6 +7,7 @@ that the decoder rotates, which is exact in every format because a row is never 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from .stored import StoredTensor
 
 _INTERLEAVED_PARTS = {".self_attn.q_proj.": "num_attention_heads", ".self_attn.k_proj.": "num_key_value_heads"}
 _ROPE_FACTORS = "rope_freqs.weight"
+_LONGROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -90,7 +92,7 @@ def open_model(gguf: GGUFFile) -> GGUFModel:
     tensors: dict[str, StoredTensor] = {}
     head_rows: dict[str, npt.NDArray[np.int64]] = {}
     for name, tensor in gguf.tensors.items():
-        if name == _ROPE_FACTORS:
+        if name in (_ROPE_FACTORS, *_LONGROPE_FACTORS.values()):
             continue
         renamed = hugging_face_name(name, arch)
         tensors[renamed] = tensor
@@ -240,12 +242,50 @@ def _rope(gguf: GGUFFile, arch: str) -> dict[str, object]:
         rope["rope_type"] = "linear"
     if factor is not None:
         rope["factor"] = factor
+    if rope["rope_type"] in ("yarn", "longrope"):
+        rope["original_max_position_embeddings"] = int_value(gguf, f"{arch}.rope.scaling.original_context_length")
+    if rope["rope_type"] == "yarn":
+        rope |= _yarn(gguf, arch, factor)
+    if any(name in gguf.tensors for name in _LONGROPE_FACTORS.values()):
+        rope |= _longrope(gguf, arch)
     if _ROPE_FACTORS in gguf.tensors:
         if rope["rope_type"] != "default":
             raise UnsupportedModel(f"`{gguf.path}` has both `{_ROPE_FACTORS}` and {rope['rope_type']} rope scaling")
         factors = gguf.read(_ROPE_FACTORS).dequantize()
         rope |= {"rope_type": "factors", "factors": factors.reshape(-1).tolist()}
     return rope
+
+
+def _yarn(gguf: GGUFFile, arch: str, factor: float | None) -> dict[str, object]:
+    """llama.cpp multiplies what it derives from the factor with a factor of the file's own."""
+    mix = float_value(gguf, f"{arch}.rope.scaling.yarn_ext_factor")
+    if mix not in (None, -1.0, 1.0):
+        raise UnsupportedModel(
+            f"`{arch}.rope.scaling.yarn_ext_factor` in `{gguf.path}` is {mix:g}", "yarn is computed with all of it, 1"
+        )
+    found: dict[str, object] = {}
+    for name in ("beta_fast", "beta_slow"):
+        value = float_value(gguf, f"{arch}.rope.scaling.yarn_{name}")
+        if value is not None:
+            found[name] = value
+    attention = float_value(gguf, f"{arch}.rope.scaling.yarn_attn_factor")
+    if attention not in (None, 1.0):
+        found["attention_factor"] = attention * (0.1 * math.log(factor) + 1.0 if factor and factor > 1 else 1.0)
+    return found
+
+
+def _longrope(gguf: GGUFFile, arch: str) -> dict[str, object]:
+    missing = [name for name in _LONGROPE_FACTORS.values() if name not in gguf.tensors]
+    if missing:
+        raise CheckpointError(f"`{gguf.path}` has no `{missing[0]}`, only the other of the two")
+    found: dict[str, object] = {
+        key: gguf.read(name).dequantize().reshape(-1).tolist() for key, name in _LONGROPE_FACTORS.items()
+    }
+    found["original_max_position_embeddings"] = int_value(gguf, f"{arch}.rope.scaling.original_context_length")
+    attention = float_value(gguf, f"{arch}.rope.scaling.attn_factor")
+    if attention is not None:
+        found["attention_factor"] = attention
+    return {"rope_type": "longrope", **found}
 
 
 def _required(gguf: GGUFFile, key: str) -> int:

@@ -16,6 +16,7 @@ from llmctl.cli.options import (
 )
 from llmctl.engine.config import EngineConfig, SpeculativeConfig
 from llmctl.engine.request import SamplingParams
+from llmctl.engine.rope_scaling import RopeScaling
 from llmctl.kernels.errors import UsageError
 
 
@@ -77,19 +78,23 @@ def test_no_options_give_the_defaults_of_the_engine():
 
 def test_every_engine_option_reaches_the_config():
     line = (
-        "m --dtype bf16 --kv-cache-dtype half --max-model-len 2k --max-num-seqs 3 --max-num-batched-tokens 1K "
+        "m --dtype bf16 --kv-cache-dtype half --kv-cache-dtype-skip-layers 0 "
+        "--kv-cache-dtype-skip-layers sliding_window --max-model-len 2k --max-num-seqs 3 --max-num-batched-tokens 1K "
         "--block-size 64 --num-gpu-blocks-override 7 --kv-cache-memory-bytes 1G --no-enable-prefix-caching "
         "--cache-eviction lru --cache-eviction-k 3 "
         "--scheduling-policy fair --tenant-weights a=3,b=0.5 --itl-target-ms 80 "
         "--threads 2 --seed 9 --async-depth 2 --kernels generic "
-        '--speculative-config {"num_speculative_tokens":5,"prompt_lookup_max":6}'
+        '--speculative-config {"num_speculative_tokens":5,"prompt_lookup_max":6} '
+        '--rope-scaling {"rope_type":"yarn","factor":2}'
     )
     config, sampling = read(*line.split())
     assert config == EngineConfig(
         model="m",
         dtype="bfloat16",
         kv_cache_dtype="float16",
+        kv_cache_dtype_skip_layers=("0", "sliding_window"),
         max_model_len=2000,
+        rope_scaling=RopeScaling(rope_type="yarn", factor=2.0),
         max_num_seqs=3,
         max_num_batched_tokens=1024,
         block_size=64,

@@ -13,7 +13,11 @@ GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, -1)
 def forced_logits(runner: Runner, tokens: list[int], vocab_size: int, chunk: int, block_size: int) -> np.ndarray:
     """Logits [len(tokens), vocab] at every position, computed in chunks of at most `chunk` tokens in slot 0."""
     packed = np.array(tokens, "<i4").tobytes()
-    blocks = tuple(range(-(-len(tokens) // block_size)))
+    blocks = -(-len(tokens) // block_size)
+    tables = tuple(  # in a group with a window blocks come again when it has passed them
+        TableDelta(0, index, tuple(block % cache.group.num_blocks for block in range(blocks)))
+        for index, cache in enumerate(runner.groups)
+    )
     rows = []
     for index, start in enumerate(range(0, len(tokens), chunk)):
         count = min(chunk, len(tokens) - start)
@@ -21,7 +25,7 @@ def forced_logits(runner: Runner, tokens: list[int], vocab_size: int, chunk: int
             index,
             drop=(0,) if index else (),
             admit=(Admit(0, packed, len(tokens), GREEDY),),
-            tables=(TableDelta(0, 0, blocks),),
+            tables=tables,
             chunks=(Chunk(0, start, count, 0),),
         )
         runner.execute(step)

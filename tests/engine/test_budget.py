@@ -97,7 +97,7 @@ def test_float32_cache_that_would_fit_in_half_proposes_float16():
 def test_16_bit_cache_that_would_fit_in_half_proposes_fp8():
     with pytest.raises(CapacityError) as caught:
         budget(available=550 * MIB)
-    assert "--kv-cache-dtype fp8`, which needs 90.0 MiB" in caught.value.hint
+    assert "--kv-cache-dtype fp8`, which needs 91.4 MiB" in caught.value.hint
     assert budget(available=550 * MIB, kv_cache_dtype="fp8").num_blocks == blocks_for(8192, 32)
 
 
@@ -198,6 +198,52 @@ def test_more_tokens_sequences_or_vocabulary_need_more_workspace():
 )
 def test_sizes_read_in_binary_units(count, text):
     assert format_bytes(count) == text
+
+
+GEMMA = msgspec.structs.replace(
+    SPEC, num_layers=18, num_kv_heads=1, head_dim=256, context_length=32768, windows=((512,) * 5 + (0,)) * 3
+)
+
+
+def test_layers_with_a_window_keep_no_more_than_it():
+    found = budget(spec=GEMMA, max_num_seqs=4)
+    full, local = found.groups
+    assert (len(full.layers), len(local.layers), local.window) == (3, 15, 512)
+    per_layer = 2 * (256 * 2 + 2)
+    assert (full.bytes_per_token, local.bytes_per_token) == (3 * per_layer, 15 * per_layer)
+    assert found.sequence_bytes(256) == 256 * 18 * per_layer
+    assert found.sequence_bytes(32768) == 32768 * 3 * per_layer + (512 // 32 + 3) * 32 * 15 * per_layer
+    assert found.sequence_bytes(32768) < 0.2 * 32768 * 18 * per_layer
+    assert found.kv_bytes == 32 * (full.num_blocks * full.bytes_per_token + local.num_blocks * local.bytes_per_token)
+    assert found.sequences(32768) >= 1
+
+
+def test_all_pools_run_out_at_about_the_same_time():
+    found = budget(spec=GEMMA, available=4 * GIB, max_num_seqs=256)
+    full, local = found.groups
+    typical = 32768 // 4
+    assert full.num_blocks // blocks_for(typical, 32) == pytest.approx(
+        local.num_blocks / local.blocks_of(typical, 32), rel=0.05
+    )
+    room = found.available - found.weights - found.workspace - found.reserve
+    assert 0.99 * room // 4 < found.kv_bytes <= room // 4
+
+
+def test_short_sequences_or_who_asks_for_it_have_one_group():
+    assert len(budget(spec=GEMMA, max_model_len=512).groups) == 1
+    whole = memory_budget(GEMMA, MIB, ("int4g32",), EngineConfig(), 64 * GIB, split_windows=False)
+    assert len(whole.groups) == 1 and whole.groups[0].layers == tuple(range(18))
+
+
+def test_a_model_of_windows_alone_counts_blocks_that_take_no_memory():
+    spec = msgspec.structs.replace(GEMMA, windows=(4096,) * 18)
+    found = budget(spec=spec, max_num_seqs=2)
+    full, local = found.groups
+    assert full.layers == () and full.bytes_per_token == 0 and full.num_blocks == 2 * 1024
+    assert local.num_blocks == 2 * (4096 // 32 + 3) + 512 // 32
+    assert found.sequences(32768) == 2
+    with pytest.raises(CapacityError, match="one sequence of 32768 tokens needs 83.0 MiB"):
+        budget(spec=spec, available=500 * MIB)
 
 
 def test_what_does_not_fit_is_shown_as_a_plan_that_adds_up():

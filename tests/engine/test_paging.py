@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import resource
 from pathlib import Path
@@ -171,3 +172,30 @@ def test_a_draft_model_and_a_scorer_take_no_swap_space(folder: str) -> None:
     plan, budget = resolve(config, model, model)
     assert plan.tier_blocks == budget.tier_blocks > 0 == plan.draft.tier_blocks
     assert Scorer(model, 64, config)._runner._tier is None
+
+
+def test_a_swap_file_that_was_damaged_costs_time_and_no_bit(folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine, _ = build_engine(settings(folder, swap_space=0.01), epoch=1)
+    rng = random.Random(8)
+    prompts = [tuple(rng.randrange(3, VOCAB) for _ in range(200)) for _ in range(2)]
+
+    def ask(name: str, prompt: tuple[int, ...]) -> list[object]:
+        sampling = SamplingParams(temperature=0, logprobs=3)
+        engine.add(Request(id=name, prompt=prompt, sampling=sampling, seed=1, stop_ids=(), max_tokens=12))
+        outputs = []
+        while engine.has_work:
+            outputs += engine.step()
+        return [(output.tokens, output.logprobs) for output in outputs if output.tokens]
+
+    first = [ask(f"first {place}", prompt) for place, prompt in enumerate(prompts)]
+    file = engine._runner._tier._file  # type: ignore[attr-defined]
+    size = os.fstat(file.fileno()).st_size
+    for offset in range(0, size, 512):
+        (byte,) = os.pread(file.fileno(), 1, offset)
+        os.pwrite(file.fileno(), bytes([byte ^ 255]), offset)
+    assert [ask(f"again {place}", prompt) for place, prompt in enumerate(prompts)] == first
+    assert engine.stats().tier_failures > 0 and "is not what was written there" in caplog.text
+    failed = engine.stats().tier_failures
+    assert [ask(f"third {place}", prompt) for place, prompt in enumerate(prompts)] == first
+    assert engine.stats().tier_failures == failed and engine.stats().tier_hits > 0
+    engine.close()

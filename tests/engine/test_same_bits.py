@@ -182,13 +182,17 @@ def test_with_every_layer_left_out_the_cache_is_as_without_a_format(tiny: str) -
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("family", ["qwen2-window", "gemma3"])
-def test_sliding_windows_give_the_same_bits_together_and_preempted(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen2-window", "gemma3", "mistral"])
+def test_blocks_that_a_window_has_passed_are_given_back_and_change_no_bit(family: str, tmp_path: Path) -> None:
+    """In blocks of 512 nothing is given back: that is what the others are compared with."""
     folder = str(write_checkpoint(tmp_path, family))
     requests = mixed_requests(24, 304, 120)
-    calm = run(folder, "auto", Way("calm", CALM, alone=True), requests)
-    for way in (way for way in WAYS if way.name in ("together", "chunks of 7", "blocks of 64", "preempted")):
-        assert run(folder, "auto", way, requests) == calm, way.name
+    whole = run(folder, "auto", Way("whole", {**CALM, "block_size": 512}, alone=True), requests)
+    names = ["together", "chunks of 7", "cache warm", "preempted"]
+    if family == "gemma3":
+        names += ["blocks of 64", "cache warm, alone", "two steps in flight, preempted", "drafts, preempted"]
+    for way in (way for way in WAYS if way.name in names):
+        assert run(folder, "auto", way, requests) == whole, way.name
 
 
 @pytest.mark.parametrize("kind", ["awq", "gptq-v2-desc-act"])

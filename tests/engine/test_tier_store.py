@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from llmctl.engine.runner.cache import KVGroup, allocate
+from llmctl.engine.kv_groups import KVGroup
+from llmctl.engine.runner.cache import BlockShape, allocate
 from llmctl.engine.runner.tier_store import open_tier
 from llmctl.engine.schedule.step import Swap
 from llmctl.kernels.errors import CapacityError
@@ -19,8 +20,11 @@ BLOCKS = 6
 @pytest.fixture
 def groups():
     half, byte = KVFormat("f16"), KVFormat("int8")
-    kinds = (KVGroup("full", (0, 1), 8, 2, 16, (half, half)), KVGroup("full", (2,), 8, 1, 16, (byte,)))
-    made = tuple(allocate(place, group, BLOCKS, "generic") for place, group in enumerate(kinds))
+    kinds = (((0, 1), BlockShape(8, 2, 16, (half, half))), ((2,), BlockShape(8, 1, 16, (byte,))))
+    made = tuple(
+        allocate(place, KVGroup(layers=layers, bytes_per_token=0, num_blocks=BLOCKS), shape, "generic")
+        for place, (layers, shape) in enumerate(kinds)
+    )
     rng = np.random.default_rng(1)
     for cache in made:
         cache.arena[:] = rng.integers(0, 256, len(cache.arena), np.uint8)
@@ -35,7 +39,7 @@ def store(groups, tmp_path):
 
 
 def content(groups, blocks):
-    sizes = [cache.group.bytes_per_block for cache in groups]
+    sizes = [cache.bytes_per_block for cache in groups]
     return [bytes(c.arena[b * size : (b + 1) * size]) for c, size, b in zip(groups, sizes, blocks)]
 
 
@@ -49,7 +53,7 @@ def test_blocks_come_back_to_the_bit_wherever_they_are_put(store, groups):
             assert content(groups, blocks) == held[place]
         else:
             for cache, block in zip(groups, blocks):
-                cache.arena[block * cache.group.bytes_per_block] ^= rng.randrange(256)
+                cache.arena[block * cache.bytes_per_block] ^= rng.randrange(256)
             held[place] = content(groups, blocks)
             assert store.move([Swap(place, blocks, True)]) == ()
 
@@ -63,7 +67,7 @@ def test_moves_are_made_in_their_order(store, groups):
 
 def test_one_bit_that_has_changed_is_found_logged_and_leaves_zeros(store, groups, caplog):
     store.move([Swap(2, (3, 3), True), Swap(1, (4, 4), True)])
-    size = sum(cache.group.bytes_per_block for cache in groups)
+    size = sum(cache.bytes_per_block for cache in groups)
     where = 2 * size + size // 2
     (byte,) = os.pread(store._file.fileno(), 1, where)
     os.pwrite(store._file.fileno(), bytes([byte ^ 16]), where)
@@ -77,7 +81,7 @@ def test_one_bit_that_has_changed_is_found_logged_and_leaves_zeros(store, groups
 def test_what_was_never_written_or_stands_in_another_place_is_a_miss(store, groups):
     assert store.move([Swap(3, (0, 0), False)]) == (3,)
     store.move([Swap(0, (1, 1), True), Swap(1, (2, 2), True)])
-    size = sum(cache.group.bytes_per_block for cache in groups)
+    size = sum(cache.bytes_per_block for cache in groups)
     os.pwrite(store._file.fileno(), os.pread(store._file.fileno(), size, size), 0)
     assert store.move([Swap(0, (0, 0), False)]) == (0,)
 

@@ -62,6 +62,30 @@ FAMILIES: dict[str, transformers.PretrainedConfig] = {
     "qwen3": transformers.Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=False),
 }
 
+# Attention on latents, which only the reference computes. Layers are dense.
+_LATENT = {
+    **{key: value for key, value in SHAPE.items() if key != "num_key_value_heads"},
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "first_k_dense_replace": 2,
+    "tie_word_embeddings": False,
+}
+LATENT: dict[str, transformers.PretrainedConfig] = {
+    "deepseek-v2": transformers.DeepseekV2Config(**_LATENT, q_lora_rank=None),
+    "deepseek-v2-yarn": transformers.DeepseekV2Config(
+        **_LATENT,
+        q_lora_rank=48,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.707, "mscale_all_dim": 0.9,
+        },
+    ),
+    "deepseek-v3": transformers.DeepseekV3Config(**_LATENT, q_lora_rank=48),
+    "deepseek-v3-halves": transformers.DeepseekV3Config(**_LATENT, q_lora_rank=None, rope_interleave=False),
+}  # fmt: skip
+
 # Decoders that only transformers has: rotated in part, with other norms, with learned positions, with experts.
 FOREIGN: dict[str, transformers.PretrainedConfig] = {
     "gpt-neox": transformers.GPTNeoXConfig(
@@ -97,7 +121,7 @@ def write_tokenizer(folder: Path) -> None:
 
 def write_checkpoint(folder: Path, family: str, seed: int = 7, dtype: torch.dtype = torch.float32) -> Path:
     """A random model of this family with every tensor away from its trivial value (norms and biases too)."""
-    model = transformers.AutoModelForCausalLM.from_config((FAMILIES | FOREIGN)[family])
+    model = transformers.AutoModelForCausalLM.from_config((FAMILIES | LATENT | FOREIGN)[family])
     randomize(model, seed)
     model.to(dtype).save_pretrained(folder)
     write_tokenizer(folder)

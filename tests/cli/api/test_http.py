@@ -1,11 +1,13 @@
 """What raw HTTP gets: right statuses, OpenAI's error bodies, nothing ignored and nothing guessed."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
-CHAT = "/v1/chat/completions"
+from .live import CHAT, LONG, eventually
+
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -288,6 +290,23 @@ def test_the_log_has_a_line_per_request_without_its_text(http, server):
 def test_a_request_that_can_wait_no_time_runs_where_nobody_waits(http):
     asked = {"messages": HELLO, "max_tokens": 2, "max_wait": 0}
     assert http.post(CHAT, json=asked).json()["usage"]["completion_tokens"] > 0
+
+
+def test_a_request_whose_turn_does_not_come_in_time_is_told_when_to_try_again(start):
+    server = start("--max-num-seqs", "1")
+    with server.http() as http, ThreadPoolExecutor(28) as pool:
+
+        def ask(changes):
+            return http.post(CHAT, json={"messages": HELLO, **LONG, **changes})
+
+        patient = [pool.submit(ask, {}) for _ in range(20)]
+        eventually(lambda: server.health()["open"] > 5)
+        hasty = [pool.submit(ask, {"max_wait": 0, "stream": number % 2 == 0}).result() for number in range(8)]
+        assert {answer.status_code for answer in hasty} <= {200, 429}
+        refused = [answer for answer in hasty if answer.status_code == 429]
+        assert refused and all(refusal(answer, 429)["code"] == "max_wait_exceeded" for answer in refused)
+        assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+        assert all(future.result().status_code == 200 for future in patient)
 
 
 def test_states_of_requests_are_shown_with_a_key_where_they_are_asked_for_at_the_start(http, server_with_keys):

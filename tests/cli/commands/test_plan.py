@@ -138,6 +138,19 @@ def test_plan_of_a_folder_counts_its_weights(console, checkpoint):
     assert report["num_blocks"] == 3 * 4096 // 32
 
 
+def test_plan_of_a_stretched_rope_has_its_longer_context(console, checkpoint):
+    yarn = '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}'
+    command = ["plan", str(checkpoint), "--json", "--max-num-seqs", "1"]
+    assert app.run([*command, "--rope-scaling", yarn], console) == ExitCode.OK
+    report = json.loads(console.stdout.getvalue())
+    assert report["max_model_len"] == 16384 and report["num_blocks"] == 16384 // 32
+    overrides = f'{{"rope_parameters": {yarn}}}'
+    assert app.run([*command, "--hf-overrides", overrides, "-c", "20000"], console) == ExitCode.CAPACITY
+    assert "the model's context is 16384 tokens" in console.stderr.getvalue()
+    assert app.run([*command, "-c", "5000"], console) == ExitCode.CAPACITY
+    assert "--rope-scaling" in console.stderr.getvalue()
+
+
 def test_plan_counts_a_draft_model_in_and_says_how_much_of_it_is_that_ones(console, checkpoint):
     drafting = json.dumps({"model": str(checkpoint), "num_speculative_tokens": 2})
     reports = []

@@ -174,7 +174,7 @@ def test_an_unknown_family_lists_those_known():
     [
         ({"hidden_act": "gelu"}, "activation 'gelu' in `hidden_act`"),
         ({"hidden_act": ["silu"]}, "activation"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "mrope", "factor": 4.0}}, "rope type 'mrope'"),
         ({"rope_parameters": {"a": {"rope_theta": 1.0}, "b": {"rope_theta": 2.0}}}, "differ between layer types"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"model_type": "qwen2", "layer_types": ["linear_attention"] * 3}, "'linear_attention' in `layer_types`"),
@@ -214,7 +214,7 @@ def test_what_the_decoder_cannot_do_is_refused(changes, message):
         ({"rope_scaling": "linear"}, "rope_scaling"),
         ({"model_type": "mistral", "layer_types": ["full_attention"]}, "`layer_types` has 1 entries"),
         ({"model_type": "mistral", "layer_types": 3}, "layer_types"),
-        ({"rope_parameters": {"rope_type": "factors", "factors": [1.0]}}, "1 rope factors, expected 8"),
+        ({"rope_parameters": {"rope_type": "factors", "factors": [1.0]}}, "1 rope factors in `factors`, expected 8"),
         ({"rope_parameters": {"rope_type": "factors", "factors": [0.0] * 8}}, "no positive number"),
         ({"model_type": "gemma3_text", "rope_parameters": {"rope_type": "default"}}, "each type of layer"),
         ({"tie_word_embeddings": "yes"}, "`tie_word_embeddings`"),

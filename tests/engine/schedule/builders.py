@@ -11,7 +11,9 @@ from llmctl.engine.schedule.limits import SchedulerConfig
 from llmctl.engine.schedule.node import Residency
 from llmctl.engine.schedule.prefix import PrefixTree
 from llmctl.engine.schedule.scheduler import Scheduler
+from llmctl.engine.schedule.sequence import Sequence as EngineSequence
 from llmctl.engine.schedule.tier import Tier
+from llmctl.engine.schedule.windows import Windows, blocks_behind
 
 
 def request(
@@ -77,6 +79,7 @@ def check_invariants(scheduler: Scheduler) -> None:
             assert (block in free) == (pool.state(block) is BlockState.FREE)
         assert pool.num_free + pool.num_cached + pool.num_active == pool.num_blocks
         assert pool.num_cached == sum(pool.state(block) is BlockState.CACHED for block in range(pool.num_blocks))
+    check_windows(memory.windows, running, limits.block_size)
     check_tree(tree, limits.block_size)
     check_tier(memory.tier, tree)
     assert len(running) <= limits.max_num_seqs
@@ -93,6 +96,27 @@ def check_invariants(scheduler: Scheduler) -> None:
     live = sum(len(samples) for samples in scheduler._roster.requests.values())
     assert scheduler.stats().waiting + scheduler.stats().running == live == scheduler._roster.live
     assert len(scheduler._roster.queue) == len(scheduler._roster.waiting)
+
+
+def check_windows(windows: Windows, running: Sequence[EngineSequence], block_size: int) -> None:
+    """The groups with a window hold what their sequences see, and no more than that and a block."""
+    for place, group in enumerate(windows._groups):
+        pool, window = group.pool, group._window
+        assert not group._held
+        held = Counter(block for seq in running for block in seq.windows[place].blocks)
+        free = check_runs(pool)
+        assert {node: block for block, node in group._node_of.items()} == group._block_of
+        for block in range(pool.num_blocks):
+            assert pool.refs(block) == held[block]
+            assert pool.published(block) == (block in group._node_of)
+            assert (block in free) == (pool.state(block) is BlockState.FREE)
+            assert (block in group._idle) == (pool.state(block) is BlockState.CACHED)
+        for seq in running:
+            table = seq.windows[place]
+            assert table.end == len(seq.blocks)
+            assert table.first <= max(0, seq.computed + 1 - window) // block_size, "a block went that is still seen"
+            coming = -(-(seq.scheduled - seq.computed) // block_size)
+            assert len(table.blocks) <= blocks_behind(window, block_size) + coming, "a block that nobody sees"
 
 
 def check_runs(pool: BlockPool) -> set[int]:

@@ -87,8 +87,10 @@ class FakeRunner:
         self.config = config
         self.model = model or FakeModel()
         self.slots: dict[int, Slot] = {}
+        self.pools = (*config.num_blocks, *(each.num_blocks for each in config.windows))
+        self.windows = (0,) * len(config.num_blocks) + tuple(each.window for each in config.windows)
         self.kv: list[list[list[int | None]]] = [
-            [[None] * config.block_size for _ in range(count)] for count in config.num_blocks
+            [[None] * config.block_size for _ in range(count)] for count in self.pools
         ]
         self.tier: dict[int, list[list[int | None]]] = {}
         self.moves = 0
@@ -108,13 +110,11 @@ class FakeRunner:
             tokens = array("i")
             tokens.frombytes(admit.tokens)
             assert 0 < admit.prompt_len <= len(tokens)
-            self.slots[admit.slot] = Slot(
-                admit.prompt_len, admit.sampling, list(tokens), [[] for _ in config.num_blocks]
-            )
+            self.slots[admit.slot] = Slot(admit.prompt_len, admit.sampling, list(tokens), [[] for _ in self.pools])
         assert len(self.slots) <= config.max_num_seqs
         for delta in step.tables:
             assert delta.blocks
-            assert all(0 <= block < config.num_blocks[delta.group] for block in delta.blocks)
+            assert all(0 <= block < self.pools[delta.group] for block in delta.blocks)
             self.slots[delta.slot].tables[delta.group].extend(delta.blocks)
         failed = self._swap(step)
         self._copy(step)
@@ -124,10 +124,10 @@ class FakeRunner:
         assert sum(chunk.count - chunk.logits_from for chunk in step.chunks) <= config.logit_rows
         for chunk in step.chunks:
             self._draft(chunk)
-            self._check_reads(self.slots[chunk.slot], chunk.start)
+            self._check_reads(self.slots[chunk.slot], chunk.start, chunk.start)
             self._write(self.slots[chunk.slot], chunk.start, chunk.count)
         for chunk in step.chunks:  # again: has one chunk written over what another reads?
-            self._check_reads(self.slots[chunk.slot], chunk.start + chunk.count)
+            self._check_reads(self.slots[chunk.slot], chunk.start, chunk.start + chunk.count)
         chunks = tuple(self._result(chunk) for chunk in step.chunks)
         return StepResult(
             step.index, chunks, failed, self.model.swap_us * len(step.swaps), sum(chunk.count for chunk in step.chunks)
@@ -136,7 +136,7 @@ class FakeRunner:
     def _swap(self, step: Step) -> tuple[int, ...]:
         failed = []
         for swap in step.swaps:
-            assert 0 <= swap.place < self.config.tier_blocks and len(swap.blocks) == len(self.kv)
+            assert 0 <= swap.place < self.config.tier_blocks and len(swap.blocks) == len(self.config.num_blocks)
             self.moves += 1
             lost = self.model.lost_every and hash((self.moves, -11)) % self.model.lost_every == 0
             if swap.out:
@@ -176,11 +176,14 @@ class FakeRunner:
             assert chunk.start + chunk.count - len(chunk.drafts) == len(tokens), "drafts after tokens not known"
             tokens.extend(chunk.drafts)
 
-    def _check_reads(self, slot: Slot, end: int) -> None:
+    def _check_reads(self, slot: Slot, start: int, end: int) -> None:
+        """What the positions from `start` on see before `end` is the sequence's own."""
         size = self.config.block_size
         for position in range(end):
             history = slot.history(position)
             for group, table in enumerate(slot.tables):
+                if self.windows[group] and position < start + 1 - self.windows[group]:
+                    continue
                 assert self.kv[group][table[position // size]][position % size] == history, (
                     f"position {position} reads another history"
                 )

@@ -9,6 +9,7 @@ import pytest
 
 from llmctl.engine.request import FinishReason, Request, SamplingParams
 from llmctl.engine.schedule.beam_search import BeamSearch
+from llmctl.engine.schedule.windows import WindowLimit
 from llmctl.kernels.errors import CapacityError
 
 from .builders import check_invariants, config, request
@@ -104,10 +105,17 @@ def company(width: int = 3) -> list[Request]:
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(
-    ("blocks", "seqs", "budget"), [(200, 8, 64), (200, 3, 64), (200, 4, 5), (26, 8, 64), (20, 7, 9), (18, 3, 3)]
-)
-def test_beams_give_the_same_in_any_company_and_leave_nothing_behind(caching, depth, blocks, seqs, budget):
-    loop = Loop(config(blocks, 4, seqs, budget, max_model_len=64, enable_prefix_caching=caching, depth=depth), MODEL)
+    ("blocks", "seqs", "budget", "windows"),
+    [
+        (200, 8, 64, ()), (200, 3, 64, ()), (200, 4, 5, ()), (26, 8, 64, ()), (20, 7, 9, ()), (18, 3, 3, ()),
+        (200, 8, 64, (WindowLimit(6, 60),)), (26, 8, 9, (WindowLimit(3, 20), WindowLimit(9, 30))),
+    ],
+)  # fmt: skip
+def test_beams_give_the_same_in_any_company_and_leave_nothing_behind(caching, depth, blocks, seqs, budget, windows):
+    limits = config(
+        blocks, 4, seqs, budget, max_model_len=64, enable_prefix_caching=caching, depth=depth, windows=windows
+    )
+    loop = Loop(limits, MODEL)
     asked = company()
     loop.add(*asked)
     steps = 0
@@ -121,7 +129,8 @@ def test_beams_give_the_same_in_any_company_and_leave_nothing_behind(caching, de
             got = [tuple(loop.received[each.id, index].tokens) for index in range(3)]
             assert got == expected(each)
     stats = loop.scheduler.stats()
-    assert stats.blocks_active == 0 and stats.blocks_free + stats.blocks_cached == blocks
+    total = blocks + sum(each.num_blocks for each in windows)
+    assert stats.blocks_active == 0 and stats.blocks_free + stats.blocks_cached == total
 
 
 @pytest.mark.parametrize("depth", [1, 2])

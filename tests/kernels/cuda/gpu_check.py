@@ -41,8 +41,9 @@ def import_checkout() -> None:
 
 import_checkout()
 
+import gpu_linear  # noqa: E402
 import torch  # noqa: E402
-from attend_cases import BOUNDS, Problem, error, make, run  # noqa: E402
+from attend_cases import Problem, bound, error, make, run  # noqa: E402
 
 from llmctl.kernels.cuda import nvrtc, rows  # noqa: E402
 from llmctl.kernels.cuda.attend import (  # noqa: E402
@@ -95,19 +96,25 @@ def main() -> int:
         },
     }
     show(result["sweep"])
+    linear = result["linear"] = gpu_linear.sweep(launcher)
+    result["linear has the same bits"] = gpu_linear.same_bits(launcher)
+    show({"linear": linear, "linear has the same bits": result["linear has the same bits"]})
     result["graph"] = graph_equals_eager(launcher, arch)
     show({"graph equals eager": result["graph"]})
     result["sanitizer"] = sanitizer()
     show({"compute-sanitizer": result["sanitizer"]})
-    bandwidth = copy_bandwidth()
-    result["bandwidth_gb_per_s"], result["bf16_tflops"] = bandwidth, matmul_speed()
+    bandwidth, tflops = copy_bandwidth(), matmul_speed()
+    result["bandwidth_gb_per_s"], result["bf16_tflops"] = bandwidth, tflops
     result["rows"] = [decode_row(launcher, arch, bandwidth, *row) for row in DECODE_ROWS]
     result["rows"].append(norm_row(launcher, bandwidth))  # type: ignore[attr-defined]
+    result["rows"] += gpu_linear.rows(launcher, bandwidth, tflops, times_us)  # type: ignore[operator]
     show(result["rows"])
     text = json.dumps(result, indent=1)
     if out := os.environ.get("OUT"):
         Path(out, "gpu_check.json").write_text(text)
     print(text)
+    if linear["failed"] or not result["linear has the same bits"]:
+        return 1
     return 0 if not result["sweep"]["failed"] and result["graph"] and result["sanitizer"] in ("clean", "absent") else 1  # type: ignore[index]
 
 
@@ -148,7 +155,13 @@ def sweep(
                         case = make(problem)
                         off = error(case, run(case, launcher, "cuda"))
                         found.append(
-                            {"name": problem.name, "compute": compute, "error": off, "ok": off <= BOUNDS[compute]}
+                            {
+                                "name": problem.name,
+                                "compute": compute,
+                                "error": off,
+                                "bound": bound(shape),
+                                "ok": off <= bound(shape),
+                            }
                         )
     return found
 
@@ -290,11 +303,11 @@ def norm_row(launcher: Launcher, bandwidth: float) -> dict:
     weight, counts = torch.randn(width, device="cuda").bfloat16(), torch.tensor([count], dtype=torch.int32).cuda()
     kernel, threads = rows.rms_norm("bf16", width, residual=True)
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (out, x, residual, weight)]
-    bound = launcher.bind(
-        kernel, (count, 1, 1), threads, threads // 32 * 4,
-        [*pointers, ctypes.c_void_p(0), ctypes.c_void_p(counts.data_ptr()), ctypes.c_int32(width), ctypes.c_float(1e-5)],
-    )  # fmt: skip
-    floor, ours = 4 * x.nbytes / bandwidth / 1e3, times_us(bound.run)
+    pointers += [ctypes.c_void_p(0), ctypes.c_void_p(counts.data_ptr())]
+    launch = launcher.bind(
+        kernel, (count, 1, 1), threads, threads // 32 * 4, [*pointers, ctypes.c_int32(width), ctypes.c_float(1e-5)]
+    )
+    floor, ours = 4 * x.nbytes / bandwidth / 1e3, times_us(launch.run)
     return {"row": "norm and residual 4096 x 4096", "floor_us": floor, "measured_us": ours, "times_floor": ours / floor}
 
 

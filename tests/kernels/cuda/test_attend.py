@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from llmctl.kernels.cuda.attend import (
+    FINE_WEIGHTS,
     SINKS,
     SOFT_CAP,
     WINDOW,
@@ -19,8 +20,9 @@ from llmctl.kernels.cuda.attend import (
 )
 from llmctl.kernels.cuda.emulate import Emulation, build
 from llmctl.kernels.cuda.source import FOLDER, Kernel
+from llmctl.kernels.cuda.tiles import choose_attend
 
-from .attend_cases import BOUNDS, Problem, error, make, run
+from .attend_cases import Problem, bound, error, make, run
 
 ALL_FLAGS = WINDOW | SOFT_CAP | SINKS
 DECODE = ((1, 100), (1, 0), (1, 37), (3, 200))
@@ -36,9 +38,9 @@ def prefill(act: str, compute: str, kv: str, head_dim: int = 64, flags: int = 0,
 
 
 SMALL = (
-    Problem(decode("bf16", "bf16", "bf16"), DECODE, 2, 3, 128),
+    Problem(decode("bf16", "bf16", "bf16", flags=FINE_WEIGHTS), DECODE, 2, 3, 128),
     Problem(prefill("f16", "f16", "fp8_e4m3", flags=ALL_FLAGS), PREFILL, 1, 2, 64, 50, 20.0),
-    Problem(decode("f16", "f16", "int8"), DECODE, 1, 4, 64),
+    Problem(decode("f16", "f16", "int8", flags=FINE_WEIGHTS), DECODE, 1, 4, 64),
     Problem(decode("f32", "f32", "f32"), DECODE, 1, 2, 128),
 )
 COMBINATIONS = [
@@ -65,7 +67,7 @@ def answer(problem: Problem, emulation: Emulation) -> torch.Tensor:
     reports = emulation.reports()
     emulation.forget()
     assert reports == ()
-    assert error(case, out) <= BOUNDS[problem.shape.compute], problem.name
+    assert error(case, out) <= bound(problem.shape), problem.name
     return out
 
 
@@ -166,7 +168,7 @@ def test_a_defect_planted_in_attention_is_found(builds: Path, tmp_path: Path, mu
     for expected in reports:
         assert any(expected in report for report in said), said
     if not reports:
-        assert said or not error(case, out) <= BOUNDS["bf16"]
+        assert said or not error(case, out) <= bound(problem.shape)
 
 
 @dataclasses.dataclass
@@ -199,8 +201,10 @@ def sweep(act: str, compute: str, kv: str) -> tuple[Problem, ...]:
     for seed, (head_dim, block, flags) in enumerate(
         ((64, 16, 0), (128, 32, 0), (96, 16, WINDOW), (256, 16, SOFT_CAP), (128, 16, ALL_FLAGS), (64, 64, SINKS))
     ):
-        for kind, sequences in ((decode, DECODE), (prefill, PREFILL)):
-            shape = kind(act, compute, kv, head_dim, flags, block)
+        for is_prefill, sequences, fine in ((False, DECODE, True), (True, PREFILL, True), (True, PREFILL, False)):
+            if not fine and (compute not in ("f16", "bf16") or seed > 1):
+                continue
+            shape = choose_attend("sm_90a", act, compute, kv, head_dim, block, flags, prefill=is_prefill, fine=fine)
             for distribution in ("normal", "outliers", "tiny"):
                 group = (1, 3, 4, 8)[(seed + len(problems)) % 4]
                 problems.append(Problem(shape, sequences, 2, group, 128, 90, 20.0, distribution, seed))

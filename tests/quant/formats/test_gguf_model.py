@@ -171,6 +171,53 @@ def test_linear_rope_scaling_is_kept(tmp_path):
     assert model(path).config["rope_parameters"] == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 
+def test_yarn_is_kept_with_what_its_file_changes_of_it(tmp_path):
+    def yarn(writer):
+        writer.add_string("llama.rope.scaling.type", "yarn")
+        writer.add_float32("llama.rope.scaling.factor", 4.0)
+        writer.add_uint32("llama.rope.scaling.original_context_length", 32)
+        writer.add_float32("llama.rope.scaling.yarn_beta_fast", 16.0)
+        writer.add_float32("llama.rope.scaling.yarn_attn_factor", 2.0)
+
+    path, _ = write_model(tmp_path / "x.gguf", extra=yarn)
+    rope = model(path).config["rope_parameters"]
+    assert rope.pop("attention_factor") == pytest.approx(2 * (0.1 * np.log(4) + 1))
+    assert rope == {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+        "beta_fast": 16.0,
+    }  # fmt: skip
+
+
+def test_a_part_of_yarn_is_refused(tmp_path):
+    def part(writer):
+        writer.add_string("llama.rope.scaling.type", "yarn")
+        writer.add_float32("llama.rope.scaling.factor", 4.0)
+        writer.add_float32("llama.rope.scaling.yarn_ext_factor", 0.5)
+
+    path, _ = write_model(tmp_path / "x.gguf", extra=part)
+    with pytest.raises(UnsupportedModel, match="yarn_ext_factor` in .* is 0.5"):
+        model(path)
+
+
+def test_factors_for_short_and_long_contexts_become_a_longrope(tmp_path):
+    short, long = np.float32([1, 1, 2, 2]), np.float32([1, 2, 4, 8])
+    tensors = {"rope_factors_short.weight": short, "rope_factors_long.weight": long}
+
+    def original(writer):
+        writer.add_uint32("llama.rope.scaling.original_context_length", 32)
+
+    path, _ = write_model(tmp_path / "x.gguf", tensors=tensors, extra=original)
+    read = model(path)
+    assert read.config["rope_parameters"] == {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": short.tolist(), "long_factor": long.tolist(),
+        "original_max_position_embeddings": 32,
+    }  # fmt: skip
+    assert not set(tensors) & set(read.tensors)
+    path, _ = write_model(tmp_path / "y.gguf", tensors={"rope_factors_short.weight": short})
+    with pytest.raises(CheckpointError, match="rope_factors_long.weight"):
+        model(path)
+
+
 def test_rope_factors_become_part_of_the_config(tmp_path):
     factors = np.linspace(1, 8, HIDDEN // HEADS // 2).astype(np.float32)
     path, _ = write_model(tmp_path / "x.gguf", tensors={"rope_freqs.weight": factors})
