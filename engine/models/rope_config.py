@@ -140,6 +140,8 @@ def _from_set(rope: Mapping[str, object], config: Config, head_dim: int, theta: 
 
 def _yarn(rope: Mapping[str, object], config: Config, theta: float) -> RopeSpec:
     factor, original = _stretch(rope, config)
+    if factor == 1:  # neither said nor to be had from the lengths
+        factor = float_field(rope, "factor")
     fast, slow = float_field(rope, "beta_fast", default=32.0), float_field(rope, "beta_slow", default=1.0)
     if fast <= slow:
         raise CheckpointError(f"`beta_fast` is {fast:g}, it must be more than `beta_slow`, {slow:g}")
