@@ -21,7 +21,8 @@ from ..kernels.errors import UsageError
 from .foreign import why_not
 
 SECTIONS = ("engine", "scheduler", "cache", "server")
-_OBJECTS = ("speculative-config",)  # options whose values are JSON objects, which YAML may spell out
+_OBJECTS = ("speculative-config", "rope-scaling", "hf-overrides")  # their values are JSON objects; YAML may spell them
+_PAIRS = ("tenant-weights",)  # theirs are names with values, which YAML may spell out too
 _OTHER_NAMES = {"policy": "scheduling-policy", "max-context-len": "max-model-len"}
 _NOT_FROM_FILE = ("config", "help", "model", "print-command")
 
@@ -90,14 +91,21 @@ Config = Annotated[
 
 def _flat(path: Path, content: Mapping[object, object]) -> Iterator[tuple[str, object]]:
     for key, value in content.items():
-        if isinstance(value, dict) and str(key).replace("_", "-") in _OBJECTS:
-            yield str(key), json.dumps(value)
-        elif isinstance(value, dict):
-            if key not in SECTIONS:
-                raise UsageError(f"`{path}` has a section `{key}`", f"sections are: {', '.join(SECTIONS)}")
-            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
+        if not isinstance(value, dict) or _canonical(str(key)) in (*_OBJECTS, *_PAIRS):
+            yield str(key), _one_text(str(key), value)
+        elif key not in SECTIONS:
+            raise UsageError(f"`{path}` has a section `{key}`", f"sections are: {', '.join(SECTIONS)}")
         else:
-            yield str(key), value
+            yield from ((f"{key}.{name}", _one_text(str(name), inner)) for name, inner in value.items())
+
+
+def _one_text(key: str, value: object) -> object:
+    """A mapping that the option of this key takes, as it is written on the command line; anything else as it is."""
+    if isinstance(value, dict) and _canonical(key) in _OBJECTS:
+        return json.dumps(value, default=str)
+    if isinstance(value, dict) and _canonical(key) in _PAIRS:
+        return ",".join(f"{name}={weight}" for name, weight in value.items())
+    return value
 
 
 def _canonical(key: str) -> str:

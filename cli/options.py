@@ -82,9 +82,11 @@ def parse_weights(text: str) -> dict[str, float]:
     """The weights that `a=3,b=0.5` gives; a name may hold `=` signs, its weight comes after the last."""
     weights: dict[str, float] = {}
     for pair in filter(None, (part.strip() for part in text.split(","))):
-        name, _, weight = pair.rpartition("=")
+        name, _, weight = (part.strip() for part in pair.rpartition("="))
+        if name in weights:
+            raise UsageError(f"--tenant-weights gives tenant `{name}` two weights", "give one of them")
         try:
-            weights[name.strip()] = float(weight)
+            weights[name] = float(weight)
         except ValueError:
             name = ""
         if not name:

@@ -15,6 +15,7 @@ from .engine import Core, Engine, StepRunner
 from .load.hub import resolve as resolve_source
 from .load.model import Model, open_model
 from .load.progress import Progress
+from .load.vocabulary import Vocabulary, check_same_vocabulary
 from .messages import EngineInfo
 from .plan import Plan, resolve
 from .runner.golden import check_golden
@@ -65,6 +66,8 @@ def assemble(
     """An engine for a model that is already open, which opens its draft model; `record` as in `build_engine`."""
     drafts = config.speculative_config.method == "draft_model"
     draft = find_model(draft_config(config), progress) if drafts else None
+    if draft is not None:
+        check_same_vocabulary(Vocabulary.of(draft), Vocabulary.of(model))
     plan, budget = resolve(config, model, draft)
     log.info("plan: %s", plan)
     log.info("memory: %s", budget)
@@ -75,7 +78,7 @@ def assemble(
             raise
         raise _no_memory(budget) from error
     same_bits = plan.model_impl == "llmctl" or _tried(runner, model, plan)
-    if model.golden is not None:
+    if model.golden is not None and config.rope_scaling is None:  # what was measured had the model's own rope
         check_golden(runner, plan, model, model.golden)
     driven: StepRunner = runner if record is None else RecordingRunner(runner, record)
     proposer = None if draft is None else make_proposer(draft, model, plan)

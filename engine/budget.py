@@ -166,20 +166,25 @@ def kv_format_of_layers(spec: DecoderSpec, config: EngineConfig, weight_formats:
     """How each layer's K and V are stored; UsageError for skipped layers that the model does not have."""
     latent = spec.latent is not None
     asked = choose_kv_format(config, weight_formats, latent)
-    skipped: set[int] = set()
+    skipped, numbers = set[int](), {str(layer) for layer in range(spec.num_layers)}
     for name in config.kv_cache_dtype_skip_layers:
         windows = [layer for layer in range(spec.num_layers) if spec.window(layer)]
         if name == SLIDING_WINDOW and windows:
             skipped.update(windows)
-        elif name.isdecimal() and int(name) < spec.num_layers:
+        elif name in numbers:
             skipped.add(int(name))
         else:
             raise UsageError(
-                f"--kv-cache-dtype-skip-layers names `{name}`",
+                f"--kv-cache-dtype-skip-layers names `{name if len(name) <= 40 else name[:40] + '...'}`",
                 f"this model's layers are 0 to {spec.num_layers - 1}"
                 + (f", and `{SLIDING_WINDOW}` stands for {len(windows)} of them" if windows else ", none has a window"),
             )
     whole = choose_kv_format(msgspec.structs.replace(config, kv_cache_dtype="auto"), weight_formats, latent)
+    if skipped and whole == asked:
+        raise UsageError(
+            f"--kv-cache-dtype-skip-layers has no effect: all layers are stored in {whole.kind} in any case",
+            "leave it out, or ask for another format with `--kv-cache-dtype`",
+        )
     return tuple(whole if layer in skipped else asked for layer in range(spec.num_layers))
 
 
@@ -231,11 +236,7 @@ def memory_budget(
         )
     kv = choose_kv_format(config, weight_formats, spec.latent is not None)
     formats = kv_format_of_layers(spec, config, weight_formats)
-    if spec.latent is not None and any(each.bytes_per_value == 1 or each.scale_bytes for each in formats):
-        raise UsageError(
-            f"--kv-cache-dtype is {config.kv_cache_dtype}, the latents of this model are floats of 16 bits or more",
-            "use `--kv-cache-dtype float16`",
-        )
+    _check_latents(spec, formats, config, "this model")
     groups = kv_groups(spec, formats, length, config.block_size, split_windows)
     pools = Pools(groups, length, config, 0 if share is None else share.kv_bytes_per_token)
     num_blocks = _pool_blocks(config, length, room, pools, kv, demand)
@@ -272,9 +273,18 @@ def _tier_blocks(config: EngineConfig, per_token: int) -> int:
 
 def _draft_share(draft: ModelSize, config: EngineConfig, length: int) -> DraftShare:
     kv = choose_kv_format(config, draft.weight_formats, draft.spec.latent is not None)
+    _check_latents(draft.spec, (kv,), config, "the draft model")
     own = msgspec.structs.replace(config, speculative_config=NO_SPECULATION)  # one row of logits for each sequence
     workspace = workspace_bytes(draft.spec, own, length)
     return DraftShare(draft.weight_bytes, workspace, kv.kind, kv_bytes_per_token(draft.spec, kv))
+
+
+def _check_latents(spec: DecoderSpec, formats: Sequence[KVFormat], config: EngineConfig, whose: str) -> None:
+    if spec.latent is not None and any(each.bytes_per_value == 1 or each.scale_bytes for each in formats):
+        raise UsageError(
+            f"--kv-cache-dtype is {config.kv_cache_dtype}, the latents of {whose} are floats of 16 bits or more",
+            "use `--kv-cache-dtype float16`",
+        )
 
 
 def _reserve(config: EngineConfig, available_bytes: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import typing
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from .rope_scaling import RopeScaling
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # what runs if nobody names a model; `load/hub.py` knows where it is
 POLICIES = ("hybrid", "fcfs", "sjf", "fair", "priority")
 FAIR_POLICIES = ("hybrid", "fair")  # those that share the engine between tenants
+MAX_WEIGHT = 1e6  # of a tenant, and its reciprocal the least: sums of tokens served stay exact enough
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int16")
 EVICTIONS = ("lru-k", "lru")
@@ -92,7 +92,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def check(self) -> None:
         """Raise UsageError for the first value that cannot work."""
-        _refuse_booleans(self)
+        _check_kinds(self)
         if self.method not in SPECULATIVE_METHODS:
             raise UsageError(
                 f"the method of --speculative-config is `{self.method}`",
@@ -108,6 +108,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 f"--speculative-config names the model `{self.model}`, which its method `{self.method}` does not use",
                 "use the method `draft_model`, or leave the model out",
             )
+        self._check_meaning()
         for name, value, low, high in (
             ("num_speculative_tokens", self.num_speculative_tokens, 1, 64),
             ("disable_by_batch_size", self.disable_by_batch_size, 0, 4096),
@@ -117,7 +118,21 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             if not low <= value <= high:
                 raise UsageError(f"{name} of --speculative-config is {value}, it must be from {low} to {high}")
 
+    def _check_meaning(self) -> None:
+        """Raise UsageError for the first key that says something and that the method does not use."""
+        used = _USED[self.method]
+        for name, default in zip(self.__struct_fields__, self.__struct_defaults__, strict=True):
+            if name not in used and getattr(self, name) != default:
+                raise UsageError(
+                    f"`{name}` of --speculative-config has no meaning for the method `{self.method}`", "leave it out"
+                )
 
+
+_USED = {
+    "none": ("method",),
+    "draft_model": ("method", "model", "num_speculative_tokens", "disable_by_batch_size"),
+    "ngram": SpeculativeConfig.__struct_fields__,
+}
 DRAFTED_SEQUENCES = 4  # that a draft model works for at once, if nothing else is asked: enough to fill two cores
 NO_SPECULATION = SpeculativeConfig(method="none")
 
@@ -190,7 +205,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def check(self) -> None:
         """Raise UsageError for the first option whose value cannot work on any machine or model."""
-        _refuse_booleans(self)
+        _check_kinds(self)
         for name, value, choices in (
             ("--dtype", self.dtype, DTYPES),
             ("--kv-cache-dtype", self.kv_cache_dtype, KV_DTYPES),
@@ -208,6 +223,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("--max-num-seqs", self.max_num_seqs, 1, 4096),
             ("--max-num-batched-tokens", self.max_num_batched_tokens, 1, 1 << 20),
             ("--num-gpu-blocks-override", self.num_gpu_blocks_override, 0, 1 << 30),
+            ("--kv-cache-memory-bytes", self.kv_cache_memory_bytes, 0, 1 << 50),
             ("--max-model-len", self.max_model_len, 0, 1 << 24),
             ("--cache-eviction-k", self.cache_eviction_k, 1, 16),
             ("--threads", self.threads, 0, 1024),
@@ -230,8 +246,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "give one of them: a time or a count",
             )
         for tenant, weight in self.tenant_weights.items():
-            if not 0 < weight < math.inf:
-                raise UsageError(f"the weight of tenant `{tenant}` is {weight}, it must be above 0 and finite")
+            if not 1 / MAX_WEIGHT <= weight <= MAX_WEIGHT:
+                raise UsageError(
+                    f"the weight of tenant `{tenant}` is {weight:g}, "
+                    f"it must be from {1 / MAX_WEIGHT:g} to {MAX_WEIGHT:g}",
+                    "only the ratio of --tenant-weights matters: make them closer",
+                )
         if self.tenant_weights and self.scheduling_policy not in FAIR_POLICIES:
             raise UsageError(
                 f"--tenant-weights has no effect with --scheduling-policy {self.scheduling_policy}",
@@ -260,11 +280,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
 
 
-def _refuse_booleans(config: SpeculativeConfig | EngineConfig) -> None:
-    """Raise UsageError for a number given as True or False, which Python takes for 1 and 0."""
+def _check_kinds(config: SpeculativeConfig | EngineConfig) -> None:
+    """Raise UsageError for the first field that is of another type than it says, which Python would not notice."""
     for name, kind in typing.get_type_hints(type(config)).items():
-        if kind in (int, float) and isinstance(getattr(config, name), bool):
-            raise UsageError(f"{name} is {getattr(config, name)}, it must be a number")
+        value = getattr(config, name)
+        try:
+            msgspec.convert(value, kind, strict=True)
+        except msgspec.ValidationError as error:
+            if isinstance(value, bool) and kind in (int, float):
+                raise UsageError(f"{name} is {value}, it must be a number") from error
+            raise UsageError(f"{name} is {value!r}: {error}".replace(": E", ": e")) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ class LLM:
         tokenizer: str | None = None,
         dtype: str = "auto",
         kv_cache_dtype: str = "auto",
-        kv_cache_dtype_skip_layers: Sequence[str] = (),
+        kv_cache_dtype_skip_layers: Sequence[str | int] | str | int = (),
         max_model_len: int | None = None,
         rope_scaling: RopeScaling | Mapping[str, object] | None = None,
         hf_overrides: Mapping[str, object] | None = None,
@@ -114,7 +114,7 @@ class LLM:
             model=model,
             dtype=_DTYPE_NAMES.get(dtype, dtype),
             kv_cache_dtype=kv_cache_dtype,
-            kv_cache_dtype_skip_layers=tuple(kv_cache_dtype_skip_layers),
+            kv_cache_dtype_skip_layers=_layers(kv_cache_dtype_skip_layers),
             max_model_len=0 if max_model_len is None else max_model_len,
             rope_scaling=_rope_scaling(rope_scaling, hf_overrides),
             max_num_seqs=max_num_seqs,
@@ -286,6 +286,12 @@ def _check_claims(model: str, tokenizer: str | None, ranks: int) -> None:
         raise UsageError(
             f"tensor_parallel_size is {ranks}, a model runs in one engine on this machine", "leave it out, or give 1"
         )
+
+
+def _layers(given: Sequence[str | int] | str | int) -> tuple[str, ...]:
+    """The names of layers, as vLLM's users give them: numbers too, and one alone."""
+    several = (given,) if isinstance(given, str | int) else tuple(given)
+    return tuple(str(layer) for layer in several)
 
 
 def _rope_scaling(

@@ -7,6 +7,7 @@ write there can be given on the command line instead.
 from __future__ import annotations
 
 import difflib
+import math
 
 import msgspec
 
@@ -106,8 +107,8 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 )
             if given and name not in usable:
                 raise UsageError(f"`{name}` has no meaning for --rope-scaling of type {self.rope_type}", "leave it out")
-            if isinstance(value, int | float) and not isinstance(value, bool) and value < 0:
-                raise UsageError(f"`{name}` of --rope-scaling is {value:g}, it must be above 0")
+            if isinstance(value, int | float) and not 0 <= value < math.inf:
+                raise UsageError(f"`{name}` of --rope-scaling is {value:g}, it must be above 0 and finite")
         if self.factor and not 1 <= self.factor <= 4096:
             raise UsageError(f"`factor` of --rope-scaling is {self.factor:g}, it must be from 1 to 4096")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -56,7 +56,7 @@ class Generate(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    priority: int | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
     max_wait: float | None = None  # seconds
     cache_salt: str | None = None
     return_token_ids: bool | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import time
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from .errors import ENGINE_DEAD, OVERDUE, RETRY_S, ApiError, engine_dead, overdu
 from .metrics import Metrics
 from .monitor import Monitor
 from .responses import Health
-from .settings import ServeSettings
+from .settings import ServeSettings, tenant_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +131,7 @@ class Service:
         if scheme.lower() != "bearer" or not any(matches):
             wrong = "the API key is wrong" if authorization else "an API key is needed, as `Authorization: Bearer KEY`"
             raise ApiError(401, wrong, code="invalid_api_key")
-        return "key-" + hashlib.sha256(given.strip().encode()).hexdigest()[:12]
+        return tenant_of(given.strip())
 
     def sampling_defaults(self, frontend: Frontend) -> SamplingParams:
         """What a sampling field is that a request leaves out; max_tokens: what the context leaves."""

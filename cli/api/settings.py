@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 
 
@@ -36,3 +37,8 @@ class ServeSettings:
     debug_requests: bool = False
     chat_template: str | None = None
     model_defaults: bool = True
+
+
+def tenant_of(key: str) -> str:
+    """What the tenant with this API key is called where people may read it."""
+    return "key-" + hashlib.sha256(key.encode()).hexdigest()[:12]

@@ -23,7 +23,8 @@ kernels = typer.Typer(rich_markup_mode=None)  # which would take `[cuda]` for a 
 
 
 ACTIVATIONS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
-KV_FORMATS = ("auto", "fp8_e4m3", "fp8_e5m2", "int8")
+KV_FORMATS = {"auto": "", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2", "int8": "int8"}
+BLOCK_SIZES = (16, 32, 64)
 
 
 @kernels.callback()
@@ -43,7 +44,7 @@ def build(
     ] = "sm_90a",
     dtype: Annotated[str, typer.Option(help="Activations: bfloat16, float16 or float32.")] = "bfloat16",
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="The KV cache: auto (as the activations), fp8_e4m3, fp8_e5m2 or int8.")
+        str, typer.Option(help="The KV cache: auto (as the activations), fp8 (the same as fp8_e4m3), fp8_e5m2 or int8.")
     ] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens per block of the KV cache: 16, 32 or 64.")] = 16,
     json: Json = False,
@@ -90,12 +91,14 @@ def _needs(model: str, dtype: str, kv_cache_dtype: str, block_size: int) -> Mode
         raise UsageError(f"--dtype is `{dtype}`", f"choose one of: {', '.join(ACTIVATIONS)}")
     if kv_cache_dtype not in KV_FORMATS:
         raise UsageError(f"--kv-cache-dtype is `{kv_cache_dtype}`", f"choose one of: {', '.join(KV_FORMATS)}")
+    if block_size not in BLOCK_SIZES:
+        raise UsageError(f"--block-size is {block_size}", f"choose one of: {', '.join(map(str, BLOCK_SIZES))}")
     checkpoint = open_checkpoint(resolve(model, environment=environment()))
     spec, act = checkpoint.spec, ACTIVATIONS[dtype]
     return ModelNeeds(
         act=act,
         compute=act,
-        kv=act if kv_cache_dtype == "auto" else kv_cache_dtype,
+        kv=KV_FORMATS[kv_cache_dtype] or act,
         head_dim=spec.head_dim,
         block_size=block_size,
         hidden_size=spec.hidden_size,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ...engine.kv_groups import KVGroup
     from ...engine.load.hub import Source
     from ...engine.load.progress import Progress
+    from ...engine.load.vocabulary import Vocabulary
     from ...engine.models.arch import DecoderSpec
     from ...quant.formats.stored import StoredTensor
 
@@ -42,11 +43,14 @@ def plan(context: typer.Context, config: MemoryOptions, json: Json = False) -> N
     """
     from ...engine.budget import memory_budget
     from ...engine.load.disk import check_swap_room
+    from ...engine.load.vocabulary import check_same_vocabulary
     from ...kernels.device import read_machine
 
     console: Console = context.obj
     with console.progress() as progress:
         source, draft = sources(config, progress)
+    if draft is not None and draft != source:
+        check_same_vocabulary(vocabulary(draft), vocabulary(source))
     spec, size = described(source, config)
     beside = None if draft is None else model_size(draft, config)
     budget = memory_budget(spec, size.bytes, tuple(size.formats), config, read_machine().memory_available, beside)
@@ -67,6 +71,14 @@ def sources(config: EngineConfig, progress: Progress) -> tuple[Source, Source | 
     if speculation.method != "draft_model":
         return source, None
     return source, resolve(speculation.model, environment=settings, progress=progress)
+
+
+def vocabulary(source: Source) -> Vocabulary:
+    """What the model's files say of its tokens."""
+    from ...engine.load.checkpoint import source_text
+    from ...engine.load.vocabulary import Vocabulary
+
+    return Vocabulary(source.name, source_text(source).tokenizer_json.encode())
 
 
 def described(source: Source, config: EngineConfig) -> tuple[DecoderSpec, PackedSize]:

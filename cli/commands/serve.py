@@ -12,7 +12,7 @@ import typer
 
 from ...engine.config import DEFAULT_MODEL, EngineConfig, environment
 from ...kernels.errors import UsageError
-from ..api.settings import ServeSettings
+from ..api.settings import ServeSettings, tenant_of
 from ..command_line import command_line
 from ..config_file import Config, choose_named
 from ..console import Console
@@ -45,15 +45,24 @@ def serve(
     if print_command:
         console.data(command_line(context, shown, left_out=("print_command", "api_key")))
         return
-    _run(
-        console,
-        msgspec.structs.replace(config, model=model),
-        dataclasses.replace(
-            settings,
-            names=settings.names or (shown,),
-            api_keys=settings.api_keys or tuple(filter(None, (environment().api_key,))),
-        ),
+    settings = dataclasses.replace(
+        settings,
+        names=settings.names or (shown,),
+        api_keys=settings.api_keys or tuple(filter(None, (environment().api_key,))),
     )
+    _check_tenants(config, settings)
+    _run(console, msgspec.structs.replace(config, model=model), settings)
+
+
+def _check_tenants(config: EngineConfig, settings: ServeSettings) -> None:
+    """UsageError for the weight of a tenant that there cannot be: with API keys they alone are tenants."""
+    tenants = [tenant_of(key) for key in settings.api_keys]
+    for name in config.tenant_weights:
+        if tenants and name not in tenants:
+            raise UsageError(
+                f"--tenant-weights names `{name}`, but with API keys the keys are the tenants",
+                f"the keys given are, in their order: {', '.join(tenants)}",
+            )
 
 
 def _run(console: Console, config: EngineConfig, settings: ServeSettings) -> None:

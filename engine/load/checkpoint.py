@@ -122,6 +122,13 @@ def open_checkpoint(source: Source) -> Checkpoint:
     return Checkpoint(source, config, spec, _check_tensors(source, spec, files), files, load_text)
 
 
+def source_text(source: Source) -> ModelText:
+    """The text side of a model alone."""
+    if source.kind == "gguf":
+        return _gguf_text(gguf.open_gguf(source.path))
+    return folder_text(source.path, read_json(source.path / "config.json"))
+
+
 def _check_tensors(source: Source, spec: DecoderSpec, files: TensorFiles) -> dict[str, StoredTensor]:
     """The decoder's tensors in its order, each present, readable and of the shape the config says."""
     rules = decoder_tensors(spec)

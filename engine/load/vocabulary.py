@@ -5,6 +5,8 @@ Only ids that a tokenizer names are compared. The matrices may be padded to diff
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import tokenizers
 
 from ...kernels.errors import UnsupportedModel
@@ -12,12 +14,24 @@ from .entry import TOKENIZER
 from .model import Model
 
 
-def check_same_vocabulary(draft: Model, target: Model) -> None:
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A model's name and its `tokenizer.json`."""
+
+    name: str
+    tokenizer: bytes
+
+    @classmethod
+    def of(cls, model: Model) -> Vocabulary:
+        """The vocabulary of a model that is open."""
+        return cls(model.name, (model.folder / TOKENIZER).read_bytes())
+
+
+def check_same_vocabulary(draft: Vocabulary, target: Vocabulary) -> None:
     """UnsupportedModel, with the first difference, if the draft model's tokens are not the target's."""
-    texts = [(model.folder / TOKENIZER).read_bytes() for model in (draft, target)]
-    if texts[0] == texts[1]:
+    if draft.tokenizer == target.tokenizer:
         return
-    ours, theirs = (_tokens(text) for text in texts)
+    ours, theirs = _tokens(draft.tokenizer), _tokens(target.tokenizer)
     for index in sorted(ours.keys() | theirs.keys()):
         if (one := ours.get(index)) != (other := theirs.get(index)):
             raise UnsupportedModel(

@@ -73,6 +73,11 @@ def overridden(spec: DecoderSpec, asked: RopeScaling) -> DecoderSpec:
     own = spec.rope
     trained = own.original_context or round(spec.context_length / (own.factor if own.kind == "linear" else 1))
     context = asked.original_max_position_embeddings or trained
+    if context > (most := max(trained, spec.context_length)):
+        raise UsageError(
+            f"`original_max_position_embeddings` of --rope-scaling is {context}, this model's context is {most} tokens",
+            f"give at most {most}, or leave it out; `factor` makes the context longer",
+        )
     config = {"max_position_embeddings": context}
     try:
         rope = _from_set(asked.given(), config, spec.rope_dim, asked.rope_theta or own.theta)
@@ -102,6 +107,8 @@ def _from_set(rope: Mapping[str, object], config: Config, head_dim: int, theta: 
                 f"`partial_rotary_factor` is {shown(source['partial_rotary_factor'])}", "supported: 1.0"
             )
     theta = float_field(rope, "rope_theta", default=theta)
+    if theta <= 1:  # every dimension would turn at the same pace, or the later ones faster
+        raise CheckpointError(f"`rope_theta` is {theta:g}, it must be more than 1")
     if kind == "linear":
         return RopeSpec(theta=theta, kind=kind, factor=float_field(rope, "factor"))
     if kind == "factors":
@@ -133,6 +140,8 @@ def _from_set(rope: Mapping[str, object], config: Config, head_dim: int, theta: 
 
 def _yarn(rope: Mapping[str, object], config: Config, theta: float) -> RopeSpec:
     factor, original = _stretch(rope, config)
+    if factor == 1:  # neither said nor to be had from the lengths
+        factor = float_field(rope, "factor")
     fast, slow = float_field(rope, "beta_fast", default=32.0), float_field(rope, "beta_slow", default=1.0)
     if fast <= slow:
         raise CheckpointError(f"`beta_fast` is {fast:g}, it must be more than `beta_slow`, {slow:g}")

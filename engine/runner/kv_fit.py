@@ -136,9 +136,14 @@ def _keep(path: Path, fits: tuple[KVFit, ...]) -> None:
         largest=np.stack([fit.largest for fit in fits]),
     )
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".kv-fit-", delete=False) as file:
-            file.write(data.getvalue())
-        os.replace(file.name, path)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".kv-fit-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data.getvalue())
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
     except OSError as error:
         log.warning("the KV cache is fitted anew at every start: cannot write %s: %s", path, error)
 

@@ -73,9 +73,25 @@ def test_speculation_is_spelt_out_or_written_as_on_the_command_line(console, ser
         assert (config.speculative_config.method, config.speculative_config.model) == ("draft_model", "small")
 
 
+@pytest.mark.parametrize("section", ["", "engine:\n"])
+def test_options_that_are_mappings_are_spelt_out_in_a_section_or_not(console, served, write, section):
+    text = (
+        "tenant_weights:\n  alice: 3\n  bob: 0.5\n"
+        "rope_scaling:\n  rope_type: linear\n  factor: 2.0\n"
+        "speculative-config:\n  model: small\n"
+    )
+    indented = "".join(f"  {line}\n" for line in text.splitlines()) if section else text
+    assert app.run(["serve", "--config", write(section + indented)], console) == ExitCode.OK
+    config, _ = served[0]
+    assert config.tenant_weights == {"alice": 3.0, "bob": 0.5}
+    assert (config.rope_scaling.rope_type, config.rope_scaling.factor) == ("linear", 2.0)
+    assert config.speculative_config.model == "small"
+
+
 @pytest.mark.parametrize(
     ("text", "message", "hint"),
     [
+        ("speculative_config:\n  num_speculative_tokens: 2020-01-01\n", "--speculative-config cannot be", ""),
         ("engine:\n  max_num_seq: 3\n", "unknown key `engine.max_num_seq`", "did you mean `max_num_seqs`?"),
         ("scheduler:\n  polcy: fcfs\n", "unknown key `scheduler.polcy`", "did you mean `policy`?"),
         ("cache:\n  gpu_memory_utilization: 1.5\n", "--gpu-memory-utilization is 1.5", "nine tenths"),

@@ -219,6 +219,7 @@ def test_speculation_that_cannot_work_is_refused(given, message):
         ("--tenant-weights alice", "no name with a weight"),
         ("--tenant-weights =3", "no name with a weight"),
         ("--tenant-weights alice=0", "the weight of tenant `alice` is 0"),
+        ("--tenant-weights alice=2,alice=3", "gives tenant `alice` two weights"),
         ("--tenant-weights alice=2 --scheduling-policy sjf", "no effect with --scheduling-policy sjf"),
         ("--itl-target-ms -1", "0 or more milliseconds"),
         ("--itl-target-ms 50 --max-prefill-tokens-beside-decode 64", "--itl-target-ms is 50"),

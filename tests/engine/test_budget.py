@@ -185,6 +185,17 @@ def test_a_skipped_layer_that_is_not_there_is_refused(name, hint):
     assert hint in caught.value.hint
 
 
+def test_a_skipped_layer_with_more_digits_than_python_reads_is_refused_in_few():
+    with pytest.raises(UsageError, match=r"names `9{40}\.\.\.`$"):
+        budget(kv_cache_dtype="int8", kv_cache_dtype_skip_layers=("9" * 5000,))
+
+
+@pytest.mark.parametrize("kind", ["auto", "int16"])
+def test_skipped_layers_of_a_cache_that_is_stored_as_auto_would_are_refused(kind):
+    with pytest.raises(UsageError, match="has no effect: all layers are stored in int16"):
+        budget(kv_cache_dtype=kind, kv_cache_dtype_skip_layers=("0",))
+
+
 def test_more_tokens_sequences_or_vocabulary_need_more_workspace():
     workspace = budget().workspace
     assert budget(max_num_batched_tokens=2048).workspace > workspace

@@ -41,3 +41,37 @@ def test_a_speculative_config_that_contradicts_itself_is_refused(given, message)
 def test_a_boolean_is_no_number_of_drafts():
     with pytest.raises(UsageError, match="num_speculative_tokens is True"):
         EngineConfig(speculative_config=SpeculativeConfig(num_speculative_tokens=True)).check()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"swap_space": "4"}, "swap_space is '4': expected `float`, got `str`"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs is 2.5: expected `int`, got `float`"),
+        ({"kv_cache_dtype_skip_layers": (0,)}, "kv_cache_dtype_skip_layers is"),
+        ({"tenant_weights": {"a": "much"}}, "tenant_weights is"),
+        ({"speculative_config": "ngram"}, "speculative_config is 'ngram'"),
+        ({"kv_cache_memory_bytes": -1}, "--kv-cache-memory-bytes is -1, it must be from 0"),
+    ],
+)
+def test_a_value_of_another_type_or_below_its_range_is_refused_by_name(option, message):
+    with pytest.raises(UsageError, match=message):
+        EngineConfig(**option).check()
+
+
+@pytest.mark.parametrize("weight", [5e-324, 1e300, float("nan"), float("inf"), -1.0])
+def test_a_tenant_cannot_weigh_so_much_or_little_that_sums_of_tokens_are_lost(weight):
+    with pytest.raises(UsageError, match="the weight of tenant `a` is .*, it must be from 1e-06"):
+        EngineConfig(tenant_weights={"a": weight}).check()
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"method": "none", "num_speculative_tokens": 5}, "num_speculative_tokens"),
+        ({"model": "small", "prompt_lookup_max": 9}, "prompt_lookup_max"),
+    ],
+)
+def test_what_the_method_does_not_use_is_refused(given, name):
+    with pytest.raises(UsageError, match=f"`{name}` of --speculative-config has no meaning for the method"):
+        SpeculativeConfig.read(given)

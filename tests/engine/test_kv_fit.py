@@ -105,3 +105,13 @@ def test_without_them_a_power_of_two_keeps_what_the_probe_saw_twice_in_range(
     assert (found is None) == (scale is None)
     if found is not None:
         assert found.tolist() == [[1.0, scale], [1.0, 1.0]]
+
+
+def test_a_fit_that_cannot_be_written_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    model = open_tiny(folder)
+    monkeypatch.setattr(kv_fit.os, "replace", full)
+    assert layers_of(model, "int8")[0].steering is not None
+    assert not [path for path in model.folder.iterdir() if "kv-fit" in path.name]

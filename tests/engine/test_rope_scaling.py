@@ -167,3 +167,23 @@ def test_a_model_of_transformers_modules_refuses_a_scaling(tmp_path: Path) -> No
             implementation="transformers", dtype="auto", cache=tmp_path, progress=None,
             rope_scaling=RopeScaling(rope_type="linear", factor=2.0),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"rope_type": "default", "original_max_position_embeddings": 16384}, "is 16384, this model's context is 8192"),
+        ({**YARN, "original_max_position_embeddings": 1 << 20}, "is 1048576, this model's context is 8192"),
+        ({**YARN, "rope_theta": 1.0}, "`rope_theta` is 1, it must be more than 1"),
+        ({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e-300}, "`rope_theta`"),
+    ],
+)
+def test_a_rope_that_the_model_cannot_have_had_is_refused(asked: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        overridden(SPEC, RopeScaling.read(asked))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_a_parameter_that_is_not_finite_is_refused(value: float) -> None:
+    with pytest.raises(UsageError, match="`attention_factor` of --rope-scaling is .*, it must be above 0 and finite"):
+        RopeScaling.read({**YARN, "attention_factor": value})

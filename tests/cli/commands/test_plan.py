@@ -170,6 +170,16 @@ def test_plan_counts_a_draft_model_in_and_says_how_much_of_it_is_that_ones(conso
     assert "of which draft" in console.stdout.getvalue()
 
 
+def test_plan_of_a_draft_model_of_another_vocabulary_is_refused(console, tmp_path):
+    target, draft = (write_checkpoint(tmp_path / name, "llama") for name in ("target", "draft"))
+    tokenizer = json.loads((draft / "tokenizer.json").read_text())
+    tokenizer["added_tokens"][0]["content"] = "<another>"
+    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
+    drafting = json.dumps({"model": str(draft)})
+    assert app.run(["plan", str(target), "--speculative-config", drafting], console) == ExitCode.UNSUPPORTED
+    assert "has another vocabulary than" in console.stderr.getvalue()
+
+
 def test_plan_of_a_quantized_folder_counts_what_its_codes_take(console, tmp_path):
     write_quantized(write_checkpoint(tmp_path, "llama"), "gptq-sym")
     assert app.run(["plan", str(tmp_path), "--json"], console) == ExitCode.OK

@@ -5,6 +5,7 @@ import shlex
 import pytest
 
 from llmctl.cli import app
+from llmctl.cli.api.settings import tenant_of
 from llmctl.cli.commands import serve as command
 from llmctl.cli.exits import ExitCode
 
@@ -121,3 +122,11 @@ def test_the_command_that_is_printed_does_the_same_and_shows_no_key(console, ser
 def test_the_model_is_named_in_the_command_even_if_it_is_the_default(console, served):
     assert app.run(["serve", "--print-command"], console) == ExitCode.OK
     assert console.stdout.getvalue() == "llmctl serve SmolLM2-135M-Instruct\n"
+
+
+def test_with_api_keys_a_weight_is_for_one_of_them_and_the_error_says_what_they_are_called(console, served):
+    assert app.run(["serve", "--api-key", "k", "--tenant-weights", "alice=2"], console) == ExitCode.USAGE
+    name = tenant_of("k")
+    assert f"the keys given are, in their order: {name}" in console.stderr.getvalue()
+    assert app.run(["serve", "--api-key", "k", "--tenant-weights", f"{name}=2"], console) == ExitCode.OK
+    assert app.run(["serve", "--tenant-weights", "alice=2"], console) == ExitCode.OK

@@ -92,3 +92,10 @@ def test_a_card_without_golden_logits_is_no_reason_to_refuse(folder: Path, tmp_p
     copy = tmp_path / "m"
     shutil.copytree(folder, copy)
     load(copy, None)
+
+
+def test_another_rope_is_not_held_against_logits_of_the_models_own(folder: Path, golden: Golden) -> None:
+    other = msgspec.structs.replace(golden, logits=tuple(tuple(-value for value in row) for row in golden.logits))
+    with pytest.raises(CheckpointError):
+        load(folder, other)
+    load(folder, other, rope_scaling={"rope_type": "linear", "factor": 2.0})
