@@ -13,7 +13,11 @@ from ..options import Json
 from ..sigterm import sigterm_like_ctrl_c
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from ...kernels.cuda.table import ModelNeeds
+    from ...kernels.formats import WeightFormat
+    from ...quant.formats.stored import StoredTensor
 
 kernels = typer.Typer(rich_markup_mode=None)  # which would take `[cuda]` for a style
 
@@ -98,4 +102,18 @@ def _needs(model: str, dtype: str, kv_cache_dtype: str, block_size: int) -> Mode
         activation=spec.activation,
         windows=tuple(bool(spec.window(layer)) for layer in range(spec.num_layers)),
         head_norms=any("q_norm" in name for name in checkpoint.tensors),
+        weights=tuple(dict.fromkeys(_linears(checkpoint.tensors.values(), act))),
     )
+
+
+def _linears(tensors: Iterable[StoredTensor], act: str) -> Iterator[WeightFormat]:
+    """How the model's matrices are multiplied: floats in the type of the activations, codes as they are stored."""
+    from ...kernels.cuda.linear import Linear, refusal
+    from ...kernels.formats import WeightFormat
+
+    for tensor in tensors:
+        if tensor.format is None or len(tensor.shape) != 2:
+            continue
+        format = WeightFormat(act) if tensor.format.is_float else tensor.format
+        if refusal(Linear(act, format, *tensor.shape)) is None:
+            yield format

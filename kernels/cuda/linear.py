@@ -27,6 +27,7 @@ WEIGHTS = {
 }
 ENDS = {"store": "End::kStore", "add": "End::kAdd", "silu": "End::kSilu", "gelu": "End::kGelu"}
 VECTOR_WARPS = 8
+FMA_THREADS = REDUCE_THREADS = GATHER_THREADS = 128
 FMA_ROWS, FMA_PANELS, FMA_SHARED = 32, 4, 4 * (32 + 64) * 68  # linear_fma.cuh
 ZEROS = {"none": "Zero::kNone", "int": "Zero::kInt", "min": "Zero::kMin"}
 
@@ -163,7 +164,7 @@ def fma_call(layer: Linear, rows: int, at: Addresses) -> Call:
         _i(rows), _i(layer.outputs), _i(layer.inputs), _i(layer.width),
     )  # fmt: skip
     grid = (-(-layer.panels // FMA_PANELS), -(-rows // FMA_ROWS), 1)
-    return Call(fma_kernel(layer), grid, 128, FMA_SHARED, arguments)
+    return Call(fma_kernel(layer), grid, FMA_THREADS, FMA_SHARED, arguments)
 
 
 def reduce_kernel(layer: Linear) -> Kernel:
@@ -193,7 +194,7 @@ def reduce_call(layer: Linear, rows: int, at: Addresses, splits: int) -> Call:
         _p(at.y), _p(at.sums), _p(at.bias), _p(at.residual),
         _i(rows), _i(layer.outputs), _i(layer.width), _i(splits),
     )  # fmt: skip
-    return Call(reduce_kernel(layer), (-(-layer.panels * 4 // 128), rows, 1), 128, 0, arguments)
+    return Call(reduce_kernel(layer), (-(-layer.panels * 4 // REDUCE_THREADS), rows, 1), REDUCE_THREADS, 0, arguments)
 
 
 def workspace_bytes(layer: Linear, rows: int, splits: int) -> int:
@@ -221,8 +222,12 @@ def weight_arguments(layer: Linear, address: int) -> tuple[ctypes.c_void_p, ctyp
 
 def gather_call(dtype: str, rows: int, inputs: int, *, out: int, x: int, order: int) -> Call:
     """out[:, j] = x[:, order[j]], for a weight whose groups are of scattered inputs; order int32 [inputs], even."""
-    kernel = Kernel("gather.cuh", f"gather_inputs<{ELEMENTS[dtype]}>")
-    return Call(kernel, (-(-inputs // 256), rows, 1), 128, 0, (_p(out), _p(x), _p(order), _i(inputs)))
+    arguments = (_p(out), _p(x), _p(order), _i(inputs))
+    return Call(gather_kernel(dtype), (-(-inputs // 256), rows, 1), GATHER_THREADS, 0, arguments)
+
+
+def gather_kernel(dtype: str) -> Kernel:
+    return Kernel("gather.cuh", f"gather_inputs<{ELEMENTS[dtype]}>")
 
 
 def _p(address: int) -> ctypes.c_void_p:

@@ -48,7 +48,7 @@ LLMCTL_DEVICE void load_scales(float (&out)[2][2], const Scale* p) {
 
 template <class T, class W, int kGroup, Zero kZero, class Scale, int kTilesM, int kTilesN, int kWarpsM, int kWarpsN,
           int kStages, End kEnd, bool kGrouped>
-__global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
+__global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
     linear_mma(T* y, float* sums, const T* x, const unsigned char* codes, const Scale* scales, const void* zeros,
                const T* bias, const T* residual, int rows, int outputs, int inputs, int width, int steps_per_split,
                const int* row_ids, const int* tile_expert, int row_divisor, long code_stride, long scale_stride,

@@ -83,11 +83,16 @@ def choose_splits(
 
 
 def shared_bytes(tile: Tile, weight: WeightFormat, kernel_group: int, *, grouped: bool) -> int:
-    """Dynamic shared memory of linear_mma, as its StageLayout says."""
+    """Dynamic shared memory of linear_mma."""
+    return tile.stages * stage_bytes(tile, weight, kernel_group) + (4 * tile.rows if grouped else 0)
+
+
+def stage_bytes(tile: Tile, weight: WeightFormat, kernel_group: int) -> int:
+    """What one step takes in shared memory, as StageLayout of linear_mma.cuh says."""
     bits = {"int4": 4, "nf4": 4, "int8": 8, "fp8_e4m3": 8}.get(weight.kind, 16)
     stage = tile.rows * UNIT * 2 + tile.panels * 128 * bits
     if kernel_group > 0 and not weight.is_float:
         groups = max(1, UNIT // kernel_group)
         scale = groups * 16 * (2 if weight.scales == "f16" else 4)
         stage += tile.panels * (scale + {"none": 0, "int": groups * 16, "min": scale}[weight.zero])
-    return tile.stages * stage + (4 * tile.rows if grouped else 0)
+    return stage

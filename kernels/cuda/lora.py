@@ -10,6 +10,7 @@ from .source import Kernel
 from .types import ACTIVATIONS, ELEMENTS
 
 HEADER = "lora.cuh"
+THREADS = 128
 RANKS = (8, 16, 32, 64, 128)  # an adapter of another rank is padded with zeros
 
 
@@ -60,8 +61,8 @@ def lora_calls(lora: Lora, rows: int, at: LoraAddresses) -> list[Call]:
     down = (_p(at.low), _p(at.x), _p(at.a), _p(at.slots), _i(lora.inputs))
     up = (_p(at.y), _p(at.low), _p(at.b), _p(at.scales), _p(at.slots), _i(lora.outputs), _i(lora.width))
     return [
-        Call(shrink, (lora.rank // 4, rows, 1), 128, 0, down),
-        Call(expand, (-(-lora.outputs // 256), rows, 1), 128, 4 * lora.rank, up),
+        Call(shrink, (lora.rank // 4, rows, 1), THREADS, 0, down),
+        Call(expand, (-(-lora.outputs // 256), rows, 1), THREADS, 4 * lora.rank, up),
     ]
 
 

@@ -14,6 +14,8 @@ from .source import Kernel
 from .types import ELEMENTS
 
 HEADER = "moe.cuh"
+ROUTE_THREADS = COMBINE_THREADS = 128
+GROUP_THREADS = 512
 MAX_EXPERTS = 512
 MAX_CHOICES = 32  # a lane of a warp holds each
 SCORES = {"softmax": "Score::kSoftmax", "sigmoid": "Score::kSigmoid"}
@@ -67,7 +69,7 @@ def route_call(routing: Routing, tokens: int, *, ids: int, weights: int, logits:
         _p(ids), _p(weights), _p(logits), _p(bias), _i(tokens), _i(routing.experts), _i(routing.choices),
         _i(routing.normalize), ctypes.c_float(routing.scale),
     )  # fmt: skip
-    return Call(route_kernel(routing), (-(-tokens // 4), 1, 1), 128, 0, arguments)
+    return Call(route_kernel(routing), (-(-tokens // 4), 1, 1), ROUTE_THREADS, 0, arguments)
 
 
 def group_call(routing: Routing, tokens: int, tile: Tile, *, row_ids: int, tile_expert: int, ids: int) -> Call:
@@ -76,7 +78,7 @@ def group_call(routing: Routing, tokens: int, tile: Tile, *, row_ids: int, tile_
         _p(row_ids), _p(tile_expert), _p(ids),
         _i(tokens * routing.choices), _i(routing.experts), _i(max_tiles(routing, tokens, tile)),
     )  # fmt: skip
-    return Call(group_kernel(tile), (1, 1, 1), 512, 8 * routing.experts, arguments)
+    return Call(group_kernel(tile), (1, 1, 1), GROUP_THREADS, 8 * routing.experts, arguments)
 
 
 def experts_calls(
@@ -119,7 +121,7 @@ def combine_call(
     """out [tokens, width] from y [tokens * choices, width]; `width` is even."""
     arguments = (_p(out), _p(y), _p(weights), _p(residual), _i(choices), _i(width))
     grid = (-(-width // 256), tokens, 1)
-    return Call(combine_kernel(dtype, add=residual != 0), grid, 128, 0, arguments)
+    return Call(combine_kernel(dtype, add=residual != 0), grid, COMBINE_THREADS, 0, arguments)
 
 
 def _p(address: int) -> ctypes.c_void_p:

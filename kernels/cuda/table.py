@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from ..formats import WeightFormat
 from . import rows
 from .attend import MERGE_THREADS, SINKS, SOFT_CAP, WINDOW, AttendShape, refusal
-from .source import Kernel
+from .linear_table import all_linears, linear_kernels, linear_representatives
+from .listed import Listed
 from .tiles import choose_attend
 from .types import ACTIVATIONS, EIGHT_BIT_KV
 
@@ -20,19 +22,6 @@ BLOCK_SIZES = (16, 32)
 FLAGS = (0, WINDOW, SINKS | WINDOW, SOFT_CAP, SOFT_CAP | WINDOW)
 COMPUTE = {"f16": ("f16",), "bf16": ("bf16",), "f32": ("f32", "tf32", "bf16")}
 WIDTHS = (1024, 4096, 8192)
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """A kernel as it is launched: how many threads and how much dynamic shared memory a block of it has.
-
-    in_flight  bytes that a block has asked memory for while it computes, 0 where that is not by design
-    """
-
-    kernel: Kernel
-    threads: int
-    shared_bytes: int = 0
-    in_flight: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +37,7 @@ class ModelNeeds:
     activation: str
     windows: tuple[bool, ...]  # whether there are layers without and with a window
     head_norms: bool
+    weights: tuple[WeightFormat, ...] = ()  # of its linear layers, as they are multiplied
 
 
 def model_kernels(arch: str, needs: ModelNeeds) -> list[Listed]:
@@ -60,6 +50,7 @@ def model_kernels(arch: str, needs: ModelNeeds) -> list[Listed]:
             rows.rope_store(needs.act, needs.kv, needs.head_dim, needs.block_size, "halves", norm=needs.head_norms),
             rows.ROW_THREADS,
         ),
+        *linear_kernels(needs.act, needs.weights),
         *_shared(),
     ]
     for windowed in dict.fromkeys(needs.windows):
@@ -90,12 +81,12 @@ def representatives(arch: str) -> list[Listed]:
         ("f32", "f32", "f32", 0, False),
     ):
         listed += _attention(choose_attend(arch, act, compute, kv, 128, 16, flags, prefill=prefill))
-    return _once(listed)
+    return _once((*listed, *linear_representatives()))
 
 
 def all_kernels(arch: str) -> list[Listed]:
     """Every combination of types, head sizes, block sizes and flags."""
-    listed = _shared()
+    listed = [*_shared(), *all_linears()]
     for act in ACTIVATIONS:
         listed.append(Listed(rows.embed(act), rows.ROW_THREADS))
         listed += (_norm(act, width, residual) for width in WIDTHS for residual in (False, True))

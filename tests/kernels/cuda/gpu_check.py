@@ -41,6 +41,7 @@ def import_checkout() -> None:
 
 import_checkout()
 
+import gpu_linear  # noqa: E402
 import torch  # noqa: E402
 from attend_cases import BOUNDS, Problem, error, make, run  # noqa: E402
 
@@ -95,19 +96,25 @@ def main() -> int:
         },
     }
     show(result["sweep"])
+    linear = result["linear"] = gpu_linear.sweep(launcher)
+    result["linear has the same bits"] = gpu_linear.same_bits(launcher)
+    show({"linear": linear, "linear has the same bits": result["linear has the same bits"]})
     result["graph"] = graph_equals_eager(launcher, arch)
     show({"graph equals eager": result["graph"]})
     result["sanitizer"] = sanitizer()
     show({"compute-sanitizer": result["sanitizer"]})
-    bandwidth = copy_bandwidth()
-    result["bandwidth_gb_per_s"], result["bf16_tflops"] = bandwidth, matmul_speed()
+    bandwidth, tflops = copy_bandwidth(), matmul_speed()
+    result["bandwidth_gb_per_s"], result["bf16_tflops"] = bandwidth, tflops
     result["rows"] = [decode_row(launcher, arch, bandwidth, *row) for row in DECODE_ROWS]
     result["rows"].append(norm_row(launcher, bandwidth))  # type: ignore[attr-defined]
+    result["rows"] += gpu_linear.rows(launcher, bandwidth, tflops, times_us)  # type: ignore[operator]
     show(result["rows"])
     text = json.dumps(result, indent=1)
     if out := os.environ.get("OUT"):
         Path(out, "gpu_check.json").write_text(text)
     print(text)
+    if linear["failed"] or not result["linear has the same bits"]:
+        return 1
     return 0 if not result["sweep"]["failed"] and result["graph"] and result["sanitizer"] in ("clean", "absent") else 1  # type: ignore[index]
 
 

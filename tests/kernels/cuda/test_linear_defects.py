@@ -10,9 +10,8 @@ import pytest
 
 from llmctl.kernels.cuda.linear import workspace_bytes
 
-from .linear_worlds import make_world, run
+from .linear_worlds import FEW, Case, make_world, run
 from .planted import Defect, build_with
-from .test_linear import FEW, Case
 
 MMA = "linear_mma.cuh"
 ONE_SPLIT = dataclasses.replace(FEW[8], splits=1)

@@ -1,0 +1,97 @@
+"""Every registered specialization of the linear layers, of experts and adapters, for table.py."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+from ..formats import WeightFormat
+from . import linear, lora, moe
+from .linear import End, Linear
+from .linear_tiles import MIN_TILES, TILES, Tile, shared_bytes, stage_bytes, tiles_of
+from .listed import Listed
+from .source import Kernel
+from .types import ACTIVATIONS, ELEMENTS
+
+# One group per output has no size of its own in a kernel: any that is not in pack.GROUPS stands for it.
+WHOLE = 4096
+CODES = (
+    *(WeightFormat("int4", group, zero) for group in (32, 64, 128, WHOLE) for zero in ("none", "int")),
+    WeightFormat("int4", 32, "min"),
+    WeightFormat("nf4", 64, "none", "f32"),
+    *(WeightFormat("int8", group) for group in (32, 128, WHOLE)),
+    *(WeightFormat("fp8_e4m3", group, "none", "f32") for group in (128, WHOLE)),
+)
+ENDS: tuple[End, ...] = ("store", "add", "silu", "gelu")
+SIXTEEN_BIT = ("f16", "bf16")
+
+
+def linear_kernels(
+    dtype: str, formats: Iterable[WeightFormat], ends: Iterable[End] = ("store", "add")
+) -> Iterator[Listed]:
+    """What linear layers of these formats launch, whatever their number of rows."""
+    for weight, end in itertools.product(formats, ends):
+        layer = Linear(dtype, weight, WHOLE, WHOLE, end)
+        if weight.is_float and dtype not in (weight.kind, "f32"):
+            continue
+        yield Listed(linear.vector_kernel(layer), 32 * linear.VECTOR_WARPS, linear.vector_shared(layer))
+        if dtype == "f32":
+            yield Listed(linear.fma_kernel(layer), linear.FMA_THREADS, linear.FMA_SHARED)
+        else:
+            yield from (_mma(layer, tile) for tile in tiles_of(weight))
+            yield Listed(linear.reduce_kernel(layer), linear.REDUCE_THREADS)
+
+
+def all_linears() -> Iterator[Listed]:
+    """Every combination of types, storage and ends."""
+    for dtype in ACTIVATIONS:
+        yield from linear_kernels(dtype, (*CODES, *map(WeightFormat, ACTIVATIONS)), ENDS)
+        yield Listed(linear.gather_kernel(dtype), linear.GATHER_THREADS)
+        yield from _adapters(dtype, lora.RANKS)
+    for dtype in SIXTEEN_BIT:
+        yield from _experts(dtype, (*CODES, WeightFormat(dtype)))
+
+
+def linear_representatives() -> Iterator[Listed]:
+    """At least one of each template, and of linear_mma the storage that each decoding has."""
+    for weight, tile in ((CODES[3], 0), (CODES[3], 3), (CODES[8], 1), (CODES[9], 0), (CODES[12], 0), (CODES[13], 2)):
+        yield _mma(Linear("bf16", weight, WHOLE, WHOLE), tiles_of(weight)[tile])
+    yield _mma(Linear("f16", CODES[5], WHOLE, WHOLE, "silu"), TILES[0])
+    yield _mma(Linear("bf16", WeightFormat("bf16"), WHOLE, WHOLE), tiles_of(WeightFormat("bf16"))[3])
+    layer = Linear("bf16", CODES[3], WHOLE, WHOLE, "add")
+    yield Listed(linear.reduce_kernel(layer), linear.REDUCE_THREADS)
+    yield Listed(linear.vector_kernel(layer), 32 * linear.VECTOR_WARPS, linear.vector_shared(layer))
+    plain = Linear("f32", WeightFormat("f32"), WHOLE, WHOLE)
+    yield Listed(linear.fma_kernel(plain), linear.FMA_THREADS, linear.FMA_SHARED)
+    yield Listed(linear.gather_kernel("bf16"), linear.GATHER_THREADS)
+    yield from _adapters("bf16", (16,))
+    yield from itertools.islice(_experts("bf16", (CODES[3],)), 5)
+
+
+def _mma(layer: Linear, tile: Tile, *, grouped: bool = False) -> Listed:
+    group = linear.kernel_group(layer.weight)
+    shared = shared_bytes(tile, layer.weight, group, grouped=grouped)
+    # The step being computed has arrived; one is being asked for.
+    in_flight = (tile.stages - 1) * stage_bytes(tile, layer.weight, group)
+    return Listed(linear.mma_kernel(layer, tile, grouped=grouped), tile.threads, shared, in_flight)
+
+
+def _experts(dtype: str, formats: Iterable[WeightFormat]) -> Iterator[Listed]:
+    for score in moe.SCORES:
+        yield Listed(Kernel(moe.HEADER, f"moe_route<{ELEMENTS[dtype]}, {moe.SCORES[score]}>"), moe.ROUTE_THREADS)
+    yield Listed(moe.combine_kernel(dtype, add=True), moe.COMBINE_THREADS)
+    yield Listed(moe.group_kernel(TILES[0]), moe.GROUP_THREADS, 8 * moe.MAX_EXPERTS)
+    ends: tuple[End, ...] = ("store", "silu")
+    for weight, end in itertools.product(formats, ends):
+        layer = Linear(dtype, weight, WHOLE, WHOLE, end)
+        yield from (_mma(layer, tile, grouped=True) for tile in tiles_of(weight))
+    yield Listed(moe.combine_kernel(dtype, add=False), moe.COMBINE_THREADS)
+    for rows in dict.fromkeys(tile.rows for tile in (*TILES, *MIN_TILES)):
+        yield Listed(Kernel(moe.HEADER, f"moe_group<{rows}>"), moe.GROUP_THREADS, 8 * moe.MAX_EXPERTS)
+
+
+def _adapters(dtype: str, ranks: Iterable[int]) -> Iterator[Listed]:
+    for rank in ranks:
+        shrink, expand = lora.Lora(dtype, rank, WHOLE, WHOLE, WHOLE).kernels
+        yield Listed(shrink, lora.THREADS)
+        yield Listed(expand, lora.THREADS, 4 * rank)
