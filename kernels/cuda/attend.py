@@ -19,7 +19,7 @@ from .types import ACTIVATIONS, EIGHT_BIT_KV, ELEMENT_BYTES, ELEMENTS
 
 HEADER = "attend.cuh"
 WINDOW, SOFT_CAP, SINKS = 1, 2, 4  # as in attend.cuh
-MERGE_THREADS = 128
+MERGE_THREADS, MERGE_ROWS = 128, 4  # kMergeRows of attend.cuh: blocks that share a tile's rows
 COMPUTE = {"f16": "Half", "bf16": "Bf16", "tf32": "Tf32", "f32": "Fp32"}
 
 
@@ -57,6 +57,11 @@ class AttendShape:
     def merge_kernel(self) -> Kernel:
         sinks = "true" if self.flags & SINKS else "false"
         return Kernel(HEADER, f"attend_merge<{ELEMENTS[self.act]}, {self.head_dim}, {self.rows}, {sinks}>")
+
+    @property
+    def merge_shared_bytes(self) -> int:
+        """Dynamic shared memory of `attend_merge`: a row of each warp, and the sum of its weights."""
+        return (self.head_dim + 1) * 4 * (MERGE_THREADS // 32)
 
     @property
     def rows(self) -> int:

@@ -152,15 +152,50 @@ LLMCTL_DEVICE uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selector
 #endif
 }
 
-// 2^x with an error of 2 ulp on a device; 0 for very negative x.
+// The two codes in the lower half of `codes` as Halfs: exactly, but that fp8's NaN may become a number before sm_89.
+template <class Stored>
+LLMCTL_DEVICE uint32_t half_pair(uint32_t codes) {
+  if constexpr (kSame<Stored, E5m2>) {
+    return pick_bytes(codes, 0, 0x1404);
+  } else {
+    static_assert(kSame<Stored, E4m3>);
+#if defined(LLMCTL_GPU) && __CUDA_ARCH__ >= 890
+    uint32_t out;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(out) : "h"(static_cast<uint16_t>(codes)));
+    return out;
+#else
+    // All but the sign one place down, where the exponent's bias is eight more; the product mends it, for denormals too.
+    const uint32_t high = pick_bytes(codes, 0, 0x1404);
+    return mul_pair<Half>((high & 0x80008000u) | (high & 0x7f007f00u) >> 1, 0x5c005c00u);
+#endif
+  }
+}
+
+// 2^x with an error of 2^-22 of it; 0 for very negative x.
 LLMCTL_DEVICE float exp2_fast(float x) {
 #ifdef LLMCTL_GPU
   float out;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
   return out;
 #else
-  return exp2f(x);
+  return emu::exp2_approximate(x);
 #endif
+}
+
+// 2^x to an ulp; 0 for very negative x. Not for x above 126.
+LLMCTL_DEVICE float exp2_exact(float x) {
+  if (x != x) return x;
+  const float shifted = fmaxf(x, -126.0f) + 12582912.0f;  // 1.5 * 2^23: the nearest integer in the lowest bits
+  const float f = fmaxf(x, -126.0f) - (shifted - 12582912.0f);
+  float p = 1.5252734e-5f;  // the series ln(2)^k / k!
+  p = fmaf(p, f, 1.5403530e-4f);
+  p = fmaf(p, f, 1.3333558e-3f);
+  p = fmaf(p, f, 9.6181291e-3f);
+  p = fmaf(p, f, 5.5504109e-2f);
+  p = fmaf(p, f, 2.4022651e-1f);
+  p = fmaf(p, f, 6.9314718e-1f);
+  p = fmaf(p, f, 1.0f);
+  return x < -126.0f ? 0.0f : float_of(bits_of(p) + (bits_of(shifted) << 23));
 }
 
 // ---- memory

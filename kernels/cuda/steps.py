@@ -33,7 +33,7 @@ from ..ops import (
     RopeStoreArgs,
 )
 from . import rows as kernels
-from .attend import MERGE_THREADS, WINDOW, AttendShape, Queries, plan_attention, table_of_counts
+from .attend import MERGE_ROWS, MERGE_THREADS, WINDOW, AttendShape, Queries, plan_attention, table_of_counts
 from .call import Argument, Call
 from .jit import architecture
 from .machine import Machine
@@ -211,7 +211,8 @@ def _attention(args: AttendArgs, machine: Machine, shape: AttendShape) -> list[C
         merging = (
             out, _p(parts), _p(scales), _p(machine.send(plan.merge)), _p(counts + 4), _p(0), _i(width), _i(group)
         )  # fmt: skip
-        calls.append(Call(shape.merge_kernel, (len(plan.merge), kv.num_kv_heads, 1), MERGE_THREADS, 0, merging))
+        grid = (len(plan.merge), kv.num_kv_heads, MERGE_ROWS)
+        calls.append(Call(shape.merge_kernel, grid, MERGE_THREADS, shape.merge_shared_bytes, merging))
     return calls
 
 

@@ -118,7 +118,7 @@ def _attention(shape: AttendShape) -> list[Listed]:
     in_flight = (shape.stages - 1) * shape.stage_bytes
     return [
         Listed(shape.kernel, shape.threads, shape.shared_bytes, in_flight),
-        Listed(shape.merge_kernel, MERGE_THREADS),
+        Listed(shape.merge_kernel, MERGE_THREADS, shape.merge_shared_bytes),
     ]
 
 

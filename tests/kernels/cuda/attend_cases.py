@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from llmctl.kernels.cuda.attend import (
+    MERGE_ROWS,
     MERGE_THREADS,
     SINKS,
     SOFT_CAP,
@@ -212,7 +213,8 @@ def run(case: Case, launcher, device: str = "cpu") -> torch.Tensor:
     )  # fmt: skip
     if len(plan.merge):
         launcher.launch(
-            shape.merge_kernel, (len(plan.merge) + 1, problem.kv_heads, 1), MERGE_THREADS, 0,
+            shape.merge_kernel, (len(plan.merge) + 1, problem.kv_heads, MERGE_ROWS), MERGE_THREADS,
+            shape.merge_shared_bytes,
             [
                 at(out), at(part_values), at(part_scales), at(merge), at(counts, 4), at(sinks),
                 ctypes.c_int32(width), ctypes.c_int32(problem.group),

@@ -47,6 +47,7 @@ from attend_cases import BOUNDS, Problem, error, make, run  # noqa: E402
 
 from llmctl.kernels.cuda import nvrtc, rows  # noqa: E402
 from llmctl.kernels.cuda.attend import (  # noqa: E402
+    MERGE_ROWS,
     MERGE_THREADS,
     SINKS,
     SOFT_CAP,
@@ -210,7 +211,7 @@ def decode(launcher: Launcher, arch: str, kv: str, sequences: int, length: int) 
     if plan.parts:
         launches.append(
             launcher.bind(
-                shape.merge_kernel, (len(plan.merge), KV_HEADS, 1), MERGE_THREADS, 0,
+                shape.merge_kernel, (len(plan.merge), KV_HEADS, MERGE_ROWS), MERGE_THREADS, shape.merge_shared_bytes,
                 [at(out), at(part_values), at(part_scales), at(merge), at(counts, 4), at(sinks), i32(q.shape[1]),
                  i32(GROUP)],
             )
