@@ -40,6 +40,7 @@ class Kv:
         head_dim: int,
         table: int,
         max_blocks: int,
+        scales: int,
     ) -> None: ...
 
 class Op:

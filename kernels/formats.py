@@ -19,6 +19,8 @@ NF4_VALUES = (
 )  # fmt: skip
 KV_BYTES = {**FLOAT_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
 
+FP8_LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
+
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:

@@ -226,6 +226,9 @@ class KVLayer:
     K transposed [head_dim][block_size], then V [block_size][head_dim], each followed by its scales [block_size] if the
     format has any. The layer's part begins `layer_offset` bytes into the block. Kernels read K and V only from here,
     as stored, also those of the chunk being computed. `steering` is for the store of an 8-bit format.
+
+    scales  float32 [2, kv_heads], for fp8: K and V are divided by these before they are stored, queries and what
+            attention gives multiplied; None: by 1
     """
 
     arena: U8Array
@@ -237,6 +240,7 @@ class KVLayer:
     format: KVFormat
     group: int  # index into Batch.tables
     steering: KeySteering | None = None
+    scales: F32Array | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -84,6 +84,7 @@ def _needs(model: str, dtype: str, kv_cache_dtype: str, block_size: int) -> Mode
     """What decides which kernels the model runs, from its headers alone."""
     from ...engine.load.checkpoint import open_checkpoint
     from ...engine.load.hub import resolve
+    from ...kernels.cuda.attend import compute_of
     from ...kernels.cuda.table import ModelNeeds
 
     if dtype not in ACTIVATIONS:
@@ -92,10 +93,11 @@ def _needs(model: str, dtype: str, kv_cache_dtype: str, block_size: int) -> Mode
         raise UsageError(f"--kv-cache-dtype is `{kv_cache_dtype}`", f"choose one of: {', '.join(KV_FORMATS)}")
     checkpoint = open_checkpoint(resolve(model, environment=environment()))
     spec, act = checkpoint.spec, ACTIVATIONS[dtype]
+    kv = act if kv_cache_dtype == "auto" else kv_cache_dtype
     return ModelNeeds(
         act=act,
-        compute=act,
-        kv=act if kv_cache_dtype == "auto" else kv_cache_dtype,
+        compute=compute_of(act, kv),
+        kv=kv,
         head_dim=spec.head_dim,
         block_size=block_size,
         hidden_size=spec.hidden_size,

@@ -188,8 +188,9 @@ def _layout(checkpoint: Checkpoint, dtype: str) -> tuple[PackedTensor, ...]:
 
 def _parts(stored: StoredTensor, dtype: str) -> list[tuple[str, int, int, int]]:
     """(format, n, k, bytes) of everything that is stored of a tensor."""
-    if len(stored.shape) == 1:
-        return [(VECTOR, stored.shape[0], 1, 4 * stored.shape[0])]
+    if len(stored.shape) <= 1:
+        length = stored.shape[0] if stored.shape else 1
+        return [(VECTOR, length, 1, 4 * length)]
     n, k = stored.shape
     format, size = packed_form(stored, dtype)
     parts = [(format.name, n, k, size)]

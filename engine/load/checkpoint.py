@@ -24,14 +24,14 @@ from ...quant.tensor import Array, WeightTensor
 from ..models.arch import DecoderSpec
 from ..models.families import LanguagePart, decoder_spec, decoder_tensors, language_part
 from .hub import Source
+from .kv_scales import scale_names
 from .origin import values_of
 from .text import ChatInfo, ModelText, check_tokenizer_files, folder_text, read_json
 
 log = logging.getLogger(__name__)
 
 _CHUNK = 1 << 22
-# Rope buffers of old writers, which are recomputed, and scales for a quantized KV cache, which ours is not.
-_UNUSED = (".rotary_emb.inv_freq", ".self_attn.k_scale", ".self_attn.v_scale")
+_UNUSED = (".rotary_emb.inv_freq",)  # rope buffers of old writers, which are recomputed
 
 
 class TensorFiles(Protocol):
@@ -125,7 +125,14 @@ def open_checkpoint(source: Source) -> Checkpoint:
 def _check_tensors(source: Source, spec: DecoderSpec, files: TensorFiles) -> dict[str, StoredTensor]:
     """The decoder's tensors in its order, each present, readable and of the shape the config says."""
     rules = decoder_tensors(spec)
-    unknown = [name for name in files.tensors if name not in rules and not name.endswith(_UNUSED)]
+    scales = {
+        name: files.tensors[name]
+        for layer in range(spec.num_layers)
+        for part in "kv"
+        for name in scale_names(layer, part)
+        if name in files.tensors
+    }
+    unknown = [name for name in files.tensors if name not in rules | scales and not name.endswith(_UNUSED)]
     if unknown:
         raise UnsupportedModel(
             f"`{source.path}` has {len(unknown)} tensors that a {spec.family} decoder of {spec.num_layers} layers does "
@@ -154,6 +161,14 @@ def _check_tensors(source: Source, spec: DecoderSpec, files: TensorFiles) -> dic
         files.check_readable(name)
         if len(tensor.shape) == 1 and tensor.format is not None and not tensor.format.is_float:
             raise UnsupportedModel(f"tensor `{name}` of `{tensor.path}` is a vector stored as {tensor.dtype}")
+        tensors[name] = tensor
+    for name, tensor in scales.items():
+        if tensor.shape not in ((), (1,), (spec.num_kv_heads,)):
+            raise CheckpointError(
+                f"tensor `{name}` of `{tensor.path}` has shape {shape_text(tensor.shape)}",
+                f"a scale of the KV cache is one number, or one for each of {spec.num_kv_heads} KV heads",
+            )
+        files.check_readable(name)
         tensors[name] = tensor
     return tensors
 

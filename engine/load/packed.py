@@ -132,6 +132,8 @@ def entry_key(source: Source, dtype: str, implementation: str = "llmctl") -> str
         names = (*TEXT_FILES, *CONFIG_FILES, INDEX_NAME)
         files = tuple(path for name in names if (path := source.path / name).is_file()) + weight_files(source.path)
     parts: list[object] = [ENTRY_VERSION, LAYOUT_VERSION, dtype, implementation]
+    if source.kind != "gguf":
+        parts.append("with scales of the KV cache")
     for path in files:
         try:
             with path.open("rb") as file:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -24,7 +23,7 @@ from ..sample.slots import make_slots
 from ..schedule.step import Step, StepResult
 from .cache import allocate, block_shape
 from .inputs import apply_deltas, fill_batch
-from .steering import key_steerings
+from .kv_fit import fit_cache
 from .tier_store import TierStore, open_tier
 
 
@@ -42,14 +41,10 @@ class Runner:
         self._batch = make_batch(
             plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_logit_rows, self._slots.tables
         )
-        steered = key_steerings(model, plan)
+        layers = {layer: kv for cache in self.groups for layer, kv in cache.layers.items()}
         self.decoder = model.build(
             self._batch,
-            {
-                layer: replace(kv, steering=steered.get(layer))
-                for cache in self.groups
-                for layer, kv in cache.layers.items()
-            },
+            fit_cache(layers, model, plan),
             Limits(plan.max_num_batched_tokens, plan.max_logit_rows, plan.max_model_len, plan.threads),
             plan.kernels,
         )

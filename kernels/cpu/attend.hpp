@@ -318,11 +318,11 @@ LLMCTL_INLINE void merge_partial(Running& to, bool first, const float* out, floa
   }
 }
 
-// The finished head. Adding zero turns -0 into +0: a chain that underflows to -0 would else keep its sign or lose it by
+// The finished head, `scale` times. Adding zero turns -0 into +0: a chain that underflows to -0 would else keep its sign or lose it by
 // how many zero weights follow, which depends on the tile.
 template <class Isa>
-LLMCTL_INLINE void write_head(const Running& from, float* values, int head_dim) {
-  const auto inverse = Isa::set1(1.0f / from.sum);
+LLMCTL_INLINE void write_head(const Running& from, float* values, int head_dim, float scale) {
+  const auto inverse = Isa::set1(scale / from.sum);
   for (int d = 0; d < head_dim; d += kLanes) {
     Isa::store(values + d, Isa::add(Isa::mul(Isa::load(from.out + d), inverse), Isa::zero()));
   }
@@ -381,7 +381,8 @@ LLMCTL_NOINLINE void attend_whole(const AttendArgs& a, const AttendTile& tile) {
   }
   for (int r = 0; r < rows; ++r) {
     const long head = tile.first_head + r % tile.heads;
-    write_head<Isa>(running[r], a.act.row(tile.first_row + r / tile.heads) + head * head_dim, head_dim);
+    float* values = a.act.row(tile.first_row + r / tile.heads) + head * head_dim;
+    write_head<Isa>(running[r], values, head_dim, a.kv.value_scale(tile.kv_head));
   }
 }
 
@@ -401,7 +402,8 @@ LLMCTL_NOINLINE void attend_merge(const AttendArgs& a, const float* partials, in
           const float* part = partials + partial_index(a, i, h, split);
           merge_partial<Isa>(running, split == splits.begin, part, part[head_dim], part[head_dim + 1], head_dim);
         }
-        write_head<Isa>(running, values + static_cast<long>(h) * head_dim, head_dim);
+        const float scale = a.kv.value_scale(h / (a.num_heads / a.kv.num_kv_heads));
+        write_head<Isa>(running, values + static_cast<long>(h) * head_dim, head_dim, scale);
       }
     }
     quantize_forms<Isa>(a.act, act_row + i);

@@ -96,7 +96,10 @@ struct Kv {
   int head_dim;
   const int32_t* table;
   long max_blocks;
+  const float* scales;  // [2][num_kv_heads], of K and of V: what is stored is the value divided by it; null: 1
 
+  float key_scale(int head) const { return scales == nullptr ? 1.0f : scales[head]; }
+  float value_scale(int head) const { return scales == nullptr ? 1.0f : scales[num_kv_heads + head]; }
   long values_bytes() const { return kv_value_bytes(kind) * block_size * head_dim; }
   // K or V of one head in one block, with its scales
   long half_bytes() const { return values_bytes() + kv_scale_bytes(kind) * block_size; }

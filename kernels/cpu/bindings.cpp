@@ -156,13 +156,13 @@ KvKind kv_kind(const std::string& kind) {
 }
 
 Kv make_kv(const std::string& kind, Address arena, long block_stride, long layer_offset, int block_size,
-           int num_kv_heads, int head_dim, Address table, long max_blocks) {
+           int num_kv_heads, int head_dim, Address table, long max_blocks, Address scales) {
   require(head_dim > 0 && head_dim % 8 == 0 && head_dim <= kMaxHeadDim,
           "head_dim " + text(head_dim) + " is not a multiple of 8 up to " + text(kMaxHeadDim));
   require(block_size > 0 && block_size % 8 == 0, "block size " + text(block_size) + " is not a multiple of 8");
   require(num_kv_heads > 0, text(num_kv_heads) + " KV heads");
   Kv kv{kv_kind(kind), at<uint8_t>(arena), block_stride, layer_offset, block_size, num_kv_heads, head_dim,
-        at<const int32_t>(table), max_blocks};
+        at<const int32_t>(table), max_blocks, at<const float>(scales)};
   const long layer_bytes = 2 * kv.half_bytes() * num_kv_heads;
   require(layer_offset >= 0 && layer_offset + layer_bytes <= block_stride,
           "layer at byte " + text(layer_offset) + " with " + text(layer_bytes) + " bytes leaves a block of " +
@@ -359,12 +359,12 @@ NB_MODULE(_cpu, m) {
   nb::class_<Kv>(m, "Kv").def(
       "__init__",
       [](Kv* self, const std::string& kind, Address arena, long block_stride, long layer_offset, int block_size,
-         int num_kv_heads, int head_dim, Address table, long max_blocks) {
-        new (self)
-            Kv(make_kv(kind, arena, block_stride, layer_offset, block_size, num_kv_heads, head_dim, table, max_blocks));
+         int num_kv_heads, int head_dim, Address table, long max_blocks, Address scales) {
+        new (self) Kv(make_kv(kind, arena, block_stride, layer_offset, block_size, num_kv_heads, head_dim, table,
+                              max_blocks, scales));
       },
       "kind"_a, "arena"_a, "block_stride"_a, "layer_offset"_a, "block_size"_a, "num_kv_heads"_a, "head_dim"_a,
-      "table"_a, "max_blocks"_a);
+      "table"_a, "max_blocks"_a, "scales"_a);
 
   // An op keeps its last argument alive: the record whose arrays its addresses point into.
   nb::class_<Op>(m, "Op").def("run", &Op::run, Released());

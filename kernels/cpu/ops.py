@@ -342,4 +342,11 @@ def _kv(kv: KVLayer, batch: Batch) -> _cpu.Kv:
         kv.head_dim,
         _address(table, np.int32),
         table.shape[1],
+        0 if kv.scales is None else _kv_scales(kv.scales, kv),
     )
+
+
+def _kv_scales(scales: F32Array, kv: KVLayer) -> int:
+    if scales.shape != (2, kv.num_kv_heads) or not np.isfinite(scales).all() or scales.min() <= 0:
+        raise ValueError(f"scales of K and V are not positive and [2, {kv.num_kv_heads}]: {scales.tolist()}")
+    return _address(scales, np.float32)

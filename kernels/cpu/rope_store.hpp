@@ -139,11 +139,12 @@ LLMCTL_INLINE void store_bytes(const RopeStoreArgs& a, const float* k, const flo
     k_scale = Isa::set1(bits_as<float>(uint32_t{keys.scales[offset]} << 16));
     v_scale = Isa::set1(bits_as<float>(uint32_t{values.scales[offset]} << 16));
   }
+  const F v_factor = Isa::set1(1.0f / kv.value_scale(kv_head));
   alignas(32) float clean[kMaxHeadDim], chosen[kMaxHeadDim];
   const float* ready = ready_key<Isa, Format>(a, kv_head, k, Isa::max_lane(k_scale), cos, sin, clean, chosen);
   for (int d = 0; d < kv.head_dim; d += kLanes) {
     Elem column[kLanes];
-    F key = Isa::load(ready + d), value = nan_to_zero<Isa>(Isa::load(v + d));
+    F key = Isa::load(ready + d), value = nan_to_zero<Isa>(Isa::mul(Isa::load(v + d), v_factor));
     if constexpr (Format::kScaled) {
       key = Isa::div(key, k_scale);
       value = Isa::div(value, v_scale);
@@ -184,11 +185,11 @@ LLMCTL_NOINLINE void rope_store_tasks(const RopeStoreArgs& a, int task_begin, in
     const float* sin = a.cos == nullptr ? nullptr : a.sin + static_cast<long>(position) * half;
     for (int j = 0; j < heads_per_kv; ++j) {
       float* q = a.q.row(row) + static_cast<long>(kv_head * heads_per_kv + j) * dim;
-      rotate_head<Isa>(q, half, a.q_norm, a.norm_eps, cos, sin, a.q_scale);
+      rotate_head<Isa>(q, half, a.q_norm, a.norm_eps, cos, sin, a.q_scale * a.kv.key_scale(kv_head));
     }
     float* k = a.k.row(row) + static_cast<long>(kv_head) * dim;
     const float* v = a.v.row(row) + static_cast<long>(kv_head) * dim;
-    rotate_head<Isa>(k, half, a.k_norm, a.norm_eps, cos, sin, 1.0f);
+    rotate_head<Isa>(k, half, a.k_norm, a.norm_eps, cos, sin, 1.0f / a.kv.key_scale(kv_head));
     const int32_t* table = a.kv.table + a.batch.slot[row] * a.kv.max_blocks;
     const long block = table[position / a.kv.block_size];
     const int offset = position % a.kv.block_size;

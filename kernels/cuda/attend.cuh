@@ -19,6 +19,7 @@
 namespace llmctl::cuda {
 
 constexpr int kWindow = 1, kSoftCap = 2, kSinks = 4;
+constexpr int kFineWeights = 8;  // weights to twice the bits of what the tensor cores multiply, in two products
 
 // What one block of threads computes: rows tile * kRows ... of the sequence's packed rows, over tokens begin ... end.
 // `begin` is a multiple of kTile.
@@ -80,20 +81,25 @@ struct AttendShape {
   static constexpr bool kSwizzle = kChunks % 8 == 0;  // else rows differ in their banks anyway
   static constexpr int kVStride = kRowBytes + (kChunks % 2 == 0 ? 16 : 0);
   static constexpr bool kScaled = kSame<Kv, Int8>;
+  static constexpr bool kFine = (kFlags & kFineWeights) != 0 && kIs16<Mma>;
   static constexpr int kScaleBytes = kScaled ? kTile * 2 : 0;
   static constexpr int kStageBytes = kTile * (kRowBytes + kVStride) + 2 * kScaleBytes;
   static constexpr int kSteps = kHeadDim / 16;
   static constexpr int kWarpTokens = kTile / kWarpsN;
   static constexpr bool kQueriesShared = kSteps * static_cast<int>(sizeof(OperandA<Mma>)) > 128;
   static constexpr int kQueryBytes = kQueriesShared ? kWarpsM * kSteps * 32 * static_cast<int>(sizeof(OperandA<Mma>)) : 0;
-  // A weight's sum is taken of what the tensor cores multiply with, by them, where that is the weight alone.
-  static constexpr bool kSumsByMma = kIs16<Mma> && !kScaled;
+  // Rounded weights are summed as the tensor cores multiply with them, and by them, so that their errors largely cancel.
+  static constexpr bool kSumsByMma = kIs16<Mma> && !kScaled && !kFine;
   // Queries as Halfs need a scale of their own to stay within its range.
   static constexpr bool kQueryUnit = kSame<Mma, Half> && !kSame<Act, Half>;
   static constexpr bool kExact = kSame<Mma, Fp32>;
-  // Copies of one step that a thread starts; it knows their blocks a step ahead if that takes few registers.
+  // Copies of one step that a thread starts; it knows their blocks a step ahead if that takes few registers. In a regular
+  // shape they are kRowsAtOnce rows apart, so that all but the block is known when compiling.
   static constexpr int kPasses = (kTile * kChunks + kThreads - 1) / kThreads;
   static constexpr int kIdsAhead = kPasses <= 8 ? kStages - 1 : 1;
+  static constexpr int kRowsAtOnce = kThreads >= kChunks ? kThreads / kChunks : 1;
+  static constexpr bool kRegular = kThreads % kChunks == 0 && kTile % kRowsAtOnce == 0 && kTile % kBlock == 0 &&
+                                   (kBlock % kRowsAtOnce == 0 || kRowsAtOnce % kBlock == 0);
   static constexpr int kOutStride = kHeadDim + 8;
   static constexpr int kHalfBytes = kBlock * (kRowBytes + (kScaled ? 2 : 0));
   static_assert(kHeadDim % 32 == 0 && kRowBytes % 16 == 0);
@@ -108,9 +114,15 @@ struct StepBlocks {
   int32_t id[S::kPasses];
 };
 
-// Tokens outside of begin ... end have none.
+// Of the step from token `first` on. Tokens outside of begin ... end have no block.
 template <class S, int kBlock, int kTile>
 LLMCTL_DEVICE void find_step(StepBlocks<S>& blocks, const int32_t* table, int first, int begin, int end) {
+  if (S::kRegular && first >= begin && first + kTile <= end) {
+    const int32_t* from = table + (first / kBlock + static_cast<int>(threadIdx.x) / S::kChunks / kBlock);
+#pragma unroll
+    for (int pass = 0; pass < S::kPasses; ++pass) blocks.id[pass] = from[pass * S::kRowsAtOnce / kBlock];
+    return;
+  }
 #pragma unroll
   for (int pass = 0; pass < S::kPasses; ++pass) {
     const int row = (threadIdx.x + pass * S::kThreads) / S::kChunks, token = first + row;
@@ -137,16 +149,31 @@ LLMCTL_DEVICE void load_step(unsigned char* stage, const uint8_t* head, uint32_t
       copy_4(scales + half * S::kScaleBytes + row * 2, k + (valid ? half * S::kHalfBytes : 0), valid);
     }
   }
+  if (S::kRegular && first >= begin && first + kTile <= end) {
+    const int row = threadIdx.x / S::kChunks, chunk = threadIdx.x % S::kChunks;
+    const uint8_t* from = head + (row % kBlock * S::kRowBytes + chunk * 16);
+    unsigned char* k_to = stage + row * S::kRowBytes + (S::kSwizzle ? chunk ^ (row & 1) << 2 : chunk) * 16;
+    unsigned char* v_to = stage + kTile * S::kRowBytes + row * S::kVStride + chunk * 16;
+#pragma unroll
+    for (int pass = 0; pass < S::kPasses; ++pass) {
+      const int ahead = pass * S::kRowsAtOnce;
+      const uint8_t* k = from + static_cast<uint64_t>(static_cast<uint32_t>(blocks.id[pass])) * block_stride;
+      const int flipped = S::kSwizzle && ahead % 2 == 1 ? 1 : 0;  // the row's parity is not that of the first pass
+      unsigned char* to = flipped ? stage + row * S::kRowBytes + (chunk ^ (~row & 1) << 2) * 16 : k_to;
+      copy_16(to + ahead * S::kRowBytes, k + ahead % kBlock * S::kRowBytes);
+      copy_16(v_to + ahead * S::kVStride, k + ahead % kBlock * S::kRowBytes + S::kHalfBytes);
+    }
+    return;
+  }
 #pragma unroll
   for (int pass = 0; pass < S::kPasses; ++pass) {
     const int i = threadIdx.x + pass * S::kThreads, row = i / S::kChunks, chunk = i % S::kChunks;
     if (kTile * S::kChunks % S::kThreads != 0 && row >= kTile) break;
-    const int in_block = kTile % kBlock == 0 ? row % kBlock : (first + row) % kBlock;
     const bool valid = blocks.id[pass] >= 0;
     const uint8_t* k = head;
     if (valid) {
       k += static_cast<uint64_t>(static_cast<uint32_t>(blocks.id[pass])) * block_stride +
-           (in_block * S::kRowBytes + chunk * 16);
+           ((first + row) % kBlock * S::kRowBytes + chunk * 16);
     }
     const int placed = S::kSwizzle ? chunk ^ (row & 1) << 2 : chunk;
     copy_16(stage + row * S::kRowBytes + placed * 16, k, valid);
@@ -173,6 +200,32 @@ LLMCTL_DEVICE void finish_row(Act* to, float (&v)[4], float top, float weights, 
     store_vec(to, Vec2{{pack_pair<Act>(v[0], v[1]), pack_pair<Act>(v[2], v[3])}});
   }
 }
+
+// Weights of 16 rows and 16 tokens, and if kFine what rounding them to Mma has left over.
+template <class Mma, bool kFine>
+struct Weights {
+  OperandA<Mma> whole, rest;
+
+  LLMCTL_DEVICE Weights(const float (&row_g)[4], const float (&row_g8)[4]) {
+    whole = operand_a<Mma>(row_g, row_g8);
+    if constexpr (kFine) {
+      float rest_g[4], rest_g8[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // Registers 0 and 2 are of row g, 1 and 3 of row g + 8, two values in each.
+        const uint32_t g = whole.r[i / 2 * 2], g8 = whole.r[i / 2 * 2 + 1];
+        rest_g[i] = row_g[i] - (i % 2 ? high_of<Mma>(g) : low_of<Mma>(g));
+        rest_g8[i] = row_g8[i] - (i % 2 ? high_of<Mma>(g8) : low_of<Mma>(g8));
+      }
+      rest = operand_a<Mma>(rest_g, rest_g8);
+    }
+  }
+
+  LLMCTL_DEVICE void multiply_add(float (&d)[4], const OperandB<Mma>& values) const {
+    if constexpr (kFine) cuda::multiply_add<Mma>(d, rest, values);
+    cuda::multiply_add<Mma>(d, whole, values);
+  }
+};
 
 // grid: (work items that could be, KV heads). Blocks beyond *num_work do nothing, so that a recorded grid serves any step.
 //   out, q       [rows, heads * kHeadDim], strides in elements
@@ -459,10 +512,10 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
       const float(&even)[4] = score[2 * j];
       const float(&odd)[4] = score[2 * j + 1];
       const float row_g[4] = {even[0], even[1], odd[0], odd[1]}, row_g8[4] = {even[2], even[3], odd[2], odd[3]};
-      const OperandA<Mma> a = operand_a<Mma>(row_g, row_g8);
+      const Weights<Mma, S::kFine> a(row_g, row_g8);
       if constexpr (S::kSumsByMma) {
         constexpr uint32_t kOnes[2] = {kOnePair<Mma>, kOnePair<Mma>};
-        mma_16<Mma>(sum_by_mma, a.r, kOnes);
+        mma_16<Mma>(sum_by_mma, a.whole.r, kOnes);
       }
       const unsigned char* tokens = values + (warp_first + 16 * j) * S::kVStride;
       if constexpr (sizeof(Kv) == 4) {
@@ -473,7 +526,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
           for (int i = 0; i < 4; ++i) {
             b.r[i] = load_vec<uint32_t>(tokens + (2 * t + i % 2 + i / 2 * 8) * S::kVStride + (n * 8 + g) * 4);
           }
-          multiply_add<Mma>(acc[n], a, b);
+          a.multiply_add(acc[n], b);
         }
       } else {
 #pragma unroll
@@ -488,12 +541,12 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
               OperandB<Mma> b;
               b.r[0] = low;
               b.r[1] = high;
-              multiply_add<Mma>(acc[2 * pair + column], a, b);
+              a.multiply_add(acc[2 * pair + column], b);
             } else {
               // Two dimensions lie side by side in what ldmatrix takes for one: they make two tiles of columns.
               const int n = 4 * pair + 2 * column;
-              multiply_add<Mma>(acc[n], a, expand<Mma, Kv>(pick_bytes(low, high, 0x6420)));
-              multiply_add<Mma>(acc[n + 1], a, expand<Mma, Kv>(pick_bytes(low, high, 0x7531)));
+              a.multiply_add(acc[n], expand<Mma, Kv>(pick_bytes(low, high, 0x6420)));
+              a.multiply_add(acc[n + 1], expand<Mma, Kv>(pick_bytes(low, high, 0x7531)));
             }
           }
         }

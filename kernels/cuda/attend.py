@@ -8,6 +8,7 @@ that one recorded launch serves every step.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,8 +19,10 @@ from .source import Kernel
 from .types import ACTIVATIONS, EIGHT_BIT_KV, ELEMENT_BYTES, ELEMENTS
 
 HEADER = "attend.cuh"
-WINDOW, SOFT_CAP, SINKS = 1, 2, 4  # as in attend.cuh
+WINDOW, SOFT_CAP, SINKS, FINE_WEIGHTS = 1, 2, 4, 8  # as in attend.cuh
 MERGE_THREADS, MERGE_ROWS = 128, 4  # kMergeRows of attend.cuh: blocks that share a tile's rows
+# Parts of fewer tiles cost more than they bring; what a part costs besides its tokens, and merging, in tokens.
+_SHORTEST, _PART_TOKENS, _MERGE_TOKENS = 2, 64, 128
 COMPUTE = {"f16": "Half", "bf16": "Bf16", "tf32": "Tf32", "f32": "Fp32"}
 
 
@@ -31,7 +34,7 @@ class AttendShape:
     compute  what the tensor cores multiply: f16 | bf16 | tf32 | f32 (float32 as sums of two tf32)
     kv       format of the cache
     warps_m, warps_n  how warps divide rows and the tokens of a step;  tile: tokens per step;  stages: steps in flight
-    flags    WINDOW | SOFT_CAP | SINKS
+    flags    WINDOW | SOFT_CAP | SINKS | FINE_WEIGHTS: the last lets the result have no error but its own rounding
     """
 
     act: str
@@ -89,6 +92,14 @@ class AttendShape:
         operand = 16 if self.compute in ("f16", "bf16") else 32
         steps = self.head_dim // 16
         return self.warps_m * steps * 32 * operand if steps * operand > 128 else 0
+
+
+def compute_of(act: str, kv: str) -> str:
+    """What attention multiplies in if nothing else is asked for.
+
+    Codes of 8 bits are exact in float16, and cost least there; queries, which may be out of its range, are scaled.
+    """
+    return "f16" if act == "bf16" and kv in EIGHT_BIT_KV else act
 
 
 def refusal(act: str, compute: str, kv: str) -> str | None:
@@ -156,13 +167,15 @@ def plan_attention(
             if not whole:
                 merge.append((sequence.first_row, sequence.count, index, parts, len(cuts) - 1, (0, 0, 0)))
                 parts += len(cuts) - 1
+    # The longest first: a GPU starts them in this order, and short ones fill its last gaps.
+    work.sort(key=lambda item: item[5] - item[6])
     return AttendPlan(np.array(work, WORK), np.array(merge, MERGE), parts)
 
 
 def choose_split(
     sequences: Sequence[Queries], *, group: int, rows: int, tile: int, kv_heads: int, places: int, window: int = 0
 ) -> int:
-    """The cut that spreads a step evenly over `places` blocks that run at once: a multiple of the tile.
+    """The cut that lets `places` blocks that run at once end soonest: a multiple of the tile.
 
     Depends on the company that a request has, so not for `--deterministic`, which has one cut for all steps.
     """
@@ -173,10 +186,23 @@ def choose_split(
         lengths += [min(longest, window + rows) if window else longest] * tiles
     if not lengths:
         return tile
-    even = -(-sum(lengths) * kv_heads // places)
-    # Shorter parts than this cost more in merging than they bring.
-    shortest = 4 * tile
-    return max(shortest, -(-even // tile) * tile)
+    longest, total = max(lengths), sum(lengths) * kv_heads
+    # Up to eight waves; what a part costs besides its tokens, to start and to be merged, is as much as some tokens.
+    even = max(1, total // places)
+    candidates = {-(-longest // parts // tile) * tile for parts in range(1, 9)}
+    candidates |= {-(-even // waves // tile) * tile for waves in range(1, 9)} | {_SHORTEST * tile}
+    counts = Counter(lengths)
+
+    def cost(split: int) -> tuple[float, int]:
+        blocks = kv_heads * sum(count * -(-length // split) for length, count in counts.items())
+        size = min(split, longest) + _PART_TOKENS
+        waves = -(-blocks // places)
+        merged = 0 if split >= longest else _MERGE_TOKENS
+        # In between are waves that are full, and blocks that start as others end.
+        ended = (waves * size + max(size, (total + blocks * _PART_TOKENS) / places)) / 2
+        return ended + merged, -split
+
+    return min((split for split in candidates if split >= _SHORTEST * tile), key=cost)
 
 
 def table_of_counts(plan: AttendPlan) -> I32Array:

@@ -114,19 +114,17 @@ LLMCTL_DEVICE OperandB<Mma> expand(uint32_t codes) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) b.r[i] = bits_of(v[i]);
     }
-  } else if constexpr (kIs16<Mma>) {
-    // In bfloat16: the code's sign to the sign, its other bits to the lowest ones of exponent and highest of mantissa; a
-    // product with a power of two then mends the exponent's bias, for denormals too.
+  } else if constexpr (kSame<Mma, Half>) {
+    halfs_of<Stored>(b.r, codes);
+  } else if constexpr (kSame<Mma, Bf16>) {
+    // The code's sign to the sign, its other bits to the lowest ones of exponent and highest of mantissa; a product with
+    // a power of two then mends the exponent's bias, for denormals too.
+    constexpr bool k5 = kSame<Stored, E5m2>;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if constexpr (kSame<Mma, Half>) {
-        b.r[i] = half_pair<Stored>(i == 0 ? codes : codes >> 16);
-      } else {
-        constexpr bool k5 = kSame<Stored, E5m2>;
-        const uint32_t high = pick_bytes(codes, 0, i == 0 ? 0x1404 : 0x3424);
-        const uint32_t rest = high & 0x7f007f00u, sign = high & 0x80008000u;
-        b.r[i] = mul_pair<Bf16>(sign | rest >> (k5 ? 3 : 4), k5 ? 0x77807780u : 0x7b807b80u);
-      }
+      const uint32_t high = pick_bytes(codes, 0, i == 0 ? 0x1404 : 0x3424);
+      const uint32_t rest = high & 0x7f007f00u, sign = high & 0x80008000u;
+      b.r[i] = mul_pair<Bf16>(sign | rest >> (k5 ? 3 : 4), k5 ? 0x77807780u : 0x7b807b80u);
     }
   } else {
     constexpr bool k5 = kSame<Stored, E5m2>;
@@ -157,7 +155,12 @@ LLMCTL_DEVICE OperandB<Mma> expand_words(const uint32_t* words) {
 // fp8 marks a token whose K holds a NaN by a NaN in the first value, which `expand` need not show.
 template <class Mma, class Stored>
 LLMCTL_DEVICE void show_mark(OperandB<Mma>& b, uint32_t codes) {
-  if constexpr (kSame<Stored, E4m3> || kSame<Stored, E5m2>) {
+#if defined(LLMCTL_GPU) && __CUDA_ARCH__ >= 890
+  constexpr bool kShown = kSame<Mma, Half>;
+#else
+  constexpr bool kShown = kSame<Mma, Half> && kSame<Stored, E5m2>;
+#endif
+  if constexpr (!kShown && (kSame<Stored, E4m3> || kSame<Stored, E5m2>)) {
     const bool marked = (codes & 0x7fu) == 0x7fu;
     if constexpr (kIs16<Mma>) {
       b.r[0] = marked ? (b.r[0] & 0xffff0000u) | 0x7fffu : b.r[0];

@@ -152,21 +152,24 @@ LLMCTL_DEVICE uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selector
 #endif
 }
 
-// The two codes in the lower half of `codes` as Halfs: exactly, but that fp8's NaN may become a number before sm_89.
+// Four codes as Halfs, two and two: exactly, but that E4m3's NaN becomes a number before sm_89.
 template <class Stored>
-LLMCTL_DEVICE uint32_t half_pair(uint32_t codes) {
+LLMCTL_DEVICE void halfs_of(uint32_t (&out)[2], uint32_t codes) {
   if constexpr (kSame<Stored, E5m2>) {
-    return pick_bytes(codes, 0, 0x1404);
+    out[0] = pick_bytes(codes, 0, 0x1404);
+    out[1] = pick_bytes(codes, 0, 0x3424);
   } else {
     static_assert(kSame<Stored, E4m3>);
 #if defined(LLMCTL_GPU) && __CUDA_ARCH__ >= 890
-    uint32_t out;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(out) : "h"(static_cast<uint16_t>(codes)));
-    return out;
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high;}"
+        : "=r"(out[0]), "=r"(out[1])
+        : "r"(codes));
 #else
     // All but the sign one place down, where the exponent's bias is eight more; the product mends it, for denormals too.
-    const uint32_t high = pick_bytes(codes, 0, 0x1404);
-    return mul_pair<Half>((high & 0x80008000u) | (high & 0x7f007f00u) >> 1, 0x5c005c00u);
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t high = pick_bytes(codes, 0, i == 0 ? 0x1404 : 0x3424);
+      out[i] = mul_pair<Half>((high & 0x80008000u) | (high & 0x7f007f00u) >> 1, 0x5c005c00u);
+    }
 #endif
   }
 }
@@ -261,6 +264,13 @@ LLMCTL_DEVICE void copy_16(void* to, const void* from, bool valid) {
                : "memory");
 #else
   emu::copy_async(to, from, 16, valid ? 16 : 0, LLMCTL_SITE);
+#endif
+}
+LLMCTL_DEVICE void copy_16(void* to, const void* from) {
+#ifdef LLMCTL_GPU
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+#else
+  emu::copy_async(to, from, 16, 16, LLMCTL_SITE);
 #endif
 }
 // 4 bytes, likewise.

@@ -33,7 +33,16 @@ from ..ops import (
     RopeStoreArgs,
 )
 from . import rows as kernels
-from .attend import MERGE_ROWS, MERGE_THREADS, WINDOW, AttendShape, Queries, plan_attention, table_of_counts
+from .attend import (
+    MERGE_ROWS,
+    MERGE_THREADS,
+    WINDOW,
+    AttendShape,
+    Queries,
+    compute_of,
+    plan_attention,
+    table_of_counts,
+)
 from .call import Argument, Call
 from .jit import architecture
 from .machine import Machine
@@ -174,8 +183,8 @@ def build_attend(args: AttendArgs, machine: Machine) -> tuple[StepOp]:
     """One tile and one cut serve prefill and decode alike, so that bits do not depend on which of them a row is in."""
     kv, dtype = args.kv, DTYPES[args.q.dtype]
     shape = choose_attend(
-        architecture(*machine.capability), dtype, dtype, kv.format.kind, kv.head_dim, kv.block_size,
-        WINDOW if args.window else 0, prefill=False,
+        architecture(*machine.capability), dtype, compute_of(dtype, kv.format.kind), kv.format.kind, kv.head_dim,
+        kv.block_size, WINDOW if args.window else 0, prefill=False,
     )  # fmt: skip
     assert ATTEND_SPLIT % shape.tile == 0, shape.tile
     return (StepOp(machine, args.batch, ROWS, lambda rows: _attention(args, machine, shape)),)

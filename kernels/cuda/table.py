@@ -20,7 +20,7 @@ from .types import ACTIVATIONS, EIGHT_BIT_KV
 HEAD_DIMS = (64, 96, 128, 256)
 BLOCK_SIZES = (16, 32)
 FLAGS = (0, WINDOW, SINKS | WINDOW, SOFT_CAP, SOFT_CAP | WINDOW)
-COMPUTE = {"f16": ("f16",), "bf16": ("bf16",), "f32": ("f32", "tf32", "bf16")}
+COMPUTE = {"f16": ("f16",), "bf16": ("bf16", "f16"), "f32": ("f32", "tf32", "bf16")}
 WIDTHS = (1024, 4096, 8192)
 
 
@@ -76,7 +76,7 @@ def representatives(arch: str) -> list[Listed]:
     for act, compute, kv, flags, prefill in (
         ("bf16", "bf16", "bf16", 0, False),
         ("bf16", "bf16", "bf16", 0, True),
-        ("bf16", "bf16", "fp8_e4m3", 0, False),
+        ("bf16", "f16", "fp8_e4m3", 0, False),
         ("f16", "f16", "int8", WINDOW, False),
         ("f32", "f32", "f32", 0, False),
     ):

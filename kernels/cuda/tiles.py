@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import NoKernel
-from .attend import AttendShape, refusal
+from .attend import FINE_WEIGHTS, AttendShape, refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,23 @@ _PREFILL = ((4, 1, 64), (4, 1, 32), (4, 1, 16), (2, 1, 16))
 
 
 def choose_attend(
-    arch: str, act: str, compute: str, kv: str, head_dim: int, block_size: int, flags: int, *, prefill: bool
+    arch: str,
+    act: str,
+    compute: str,
+    kv: str,
+    head_dim: int,
+    block_size: int,
+    flags: int,
+    *,
+    prefill: bool,
+    fine: bool | None = None,
 ) -> AttendShape:
     """The specialization for these types and sizes; raises NoKernel with the reason if there is none.
 
     Decode is bound by reading K and V: as many steps in flight as leave room for two blocks. Prefill is bound by the
-    tensor cores: two steps in flight do.
+    tensor cores: two steps in flight do. So decode can afford fine weights, and has them where the result has as many
+    bits as what is multiplied; prefill, where they add a third to the products, rounds its weights as other
+    implementations do. `fine` decides otherwise.
     """
     reason = refusal(act, compute, kv)
     if reason is None and (head_dim % 32 != 0 or not 32 <= head_dim <= 256):
@@ -54,6 +65,8 @@ def choose_attend(
         reason = f"blocks have {block_size} tokens; 16, 32 and 64 are known"
     if reason is not None:
         raise NoKernel(f"no attention on a GPU: {reason}", "choose another `--kv-cache-dtype` or `--dtype`, or a CPU")
+    if (not prefill and act == compute if fine is None else fine) and compute in ("f16", "bf16"):
+        flags |= FINE_WEIGHTS
     sm = SMS[arch]
     if not prefill:
         for warps_m, warps_n, tile in _DECODE:

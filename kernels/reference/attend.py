@@ -8,7 +8,7 @@ import torch
 
 from ..ops import ROWS, AttendArgs
 from .act import write_act
-from .kv import head_view
+from .kv import head_view, key_and_value_scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +21,15 @@ class Attend:
         out = torch.empty((rows, args.num_heads, kv.head_dim), dtype=torch.float64)
         q = torch.from_numpy(args.q)[:rows, : args.num_heads * kv.head_dim].double()
         views = [head_view(kv, head) for head in range(kv.num_kv_heads)]
+        per_kv, v_scales = args.num_heads // kv.num_kv_heads, key_and_value_scales(kv)[1].double()
         for row in range(rows):
             last = int(batch.position[row])
             first = max(0, last + 1 - args.window) if args.window else 0
             table = torch.from_numpy(batch.tables[kv.group])[int(batch.slot[row]), : last // kv.block_size + 1].long()
             for head in range(args.num_heads):
-                k, v = (x[first : last + 1] for x in views[head // (args.num_heads // kv.num_kv_heads)].read(table))
+                k, v = (x[first : last + 1] for x in views[head // per_kv].read(table))
                 query = q[row, head * kv.head_dim : (head + 1) * kv.head_dim]
-                out[row, head] = torch.softmax(k @ query, dim=0) @ v
+                out[row, head] = torch.softmax(k @ query, dim=0) @ v * v_scales[head // per_kv]
         write_act(args.act, out.reshape(rows, -1).float())
 
 

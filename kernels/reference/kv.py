@@ -10,14 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..formats import KVFormat
+from ..formats import FP8_LARGEST, KVFormat
 from ..ops import AnyArray, KVLayer, U8Array
 
 _STORED: dict[str, type[np.generic]] = {
     "f32": np.float32, "f16": np.float16, "bf16": np.uint16, "fp8_e4m3": np.uint8, "fp8_e5m2": np.uint8, "int8": np.int8
 }  # fmt: skip
 _TORCH = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-_FP8_MAX = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 _SMALLEST = 1e-30  # as absmax: a scale is never 0
 _F32_MAX = float(np.finfo(np.float32).max)
 
@@ -68,7 +67,7 @@ class HeadView:
             if broken:
                 self.key_scales[block, inside] = torch.nan
             return
-        limit = _FP8_MAX[self.format.kind]
+        limit = FP8_LARGEST[self.format.kind]
         k = near_k.clamp(-limit, limit)
         if broken:
             k[0] = torch.nan
@@ -84,6 +83,12 @@ class HeadView:
                 scales[target, :tokens] = scales[source, :tokens]
 
 
+def key_and_value_scales(kv: KVLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    """The layer's scales of K and of V, float32 [kv_heads] each."""
+    scales = torch.ones(2, kv.num_kv_heads) if kv.scales is None else torch.from_numpy(kv.scales)
+    return scales[0], scales[1]
+
+
 def token_scale(x: torch.Tensor) -> torch.Tensor:
     """The scale of an int8 K or V, float32 [head_dim] or of many [..., head_dim]: a bfloat16 as float32."""
     return _bfloat16_above(x.abs().amax(dim=-1).clamp(_SMALLEST, _F32_MAX) / 127).float()
@@ -92,7 +97,7 @@ def token_scale(x: torch.Tensor) -> torch.Tensor:
 def within_range(kind: str, x: torch.Tensor) -> torch.Tensor:
     """Values without NaN, in fp8 cut off at the largest."""
     x = x.where(~x.isnan(), 0.0)
-    return x if kind == "int8" else x.clamp(-_FP8_MAX[kind], _FP8_MAX[kind])
+    return x if kind == "int8" else x.clamp(-FP8_LARGEST[kind], FP8_LARGEST[kind])
 
 
 def as_stored(kind: str, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..ops import ROWS, F32Array, KeySteering, RopeStoreArgs
-from .kv import as_stored, head_view, token_scale, within_range
+from .kv import as_stored, head_view, key_and_value_scales, token_scale, within_range
 from .norm import rms_norm
 
 _STEER_BELOW = 1e18  # no sum of steering can overflow below it
@@ -28,9 +28,11 @@ class RopeStore:
             q.copy_(rms_norm(q, torch.from_numpy(args.q_norm), args.norm_eps))
         if args.k_norm is not None:
             k.copy_(rms_norm(k, torch.from_numpy(args.k_norm), args.norm_eps))
-        q.copy_(self._rotate(q, positions) * args.q_scale)
-        k.copy_(self._rotate(k, positions))
-        self._store(k, v, rows)
+        k_scale, v_scale = key_and_value_scales(args.kv)
+        per_query = k_scale.repeat_interleave(args.num_heads // args.kv.num_kv_heads)
+        q.copy_(self._rotate(q, positions) * (args.q_scale * per_query)[:, None])
+        k.copy_(self._rotate(k, positions) / k_scale[:, None])
+        self._store(k, v if args.kv.scales is None else v * (1 / v_scale)[:, None], rows)
 
     def _heads(self, rows_of: F32Array, rows: int, heads: int) -> torch.Tensor:
         """The rows in use as [rows, heads, head_dim], sharing memory."""

@@ -11,7 +11,6 @@ the model computes, so it is refused by name.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,8 +24,6 @@ from .fields import Config, compile_pattern, read_bool, read_int, read_names, re
 from .groups import Groups, consecutive_groups, equal_groups, indexed_groups
 from .linear import SCALES, DecodedLinear, LinearLayout, check_shape, part, read_bias, read_scales
 from .words import codes_to_int8, int8_to_codes, pack_words, unpack_words
-
-log = logging.getLogger(__name__)
 
 _LINEAR = "Linear"  # the class name that targets use for every Linear
 _STRATEGIES = ("group", "channel", "tensor")
@@ -133,8 +130,6 @@ def detect(config: Config) -> CompressedFormat | None:
     for key in ("sparsity_config", "transform_config"):
         if _says_something(read_object(config, key)):
             raise UnsupportedModel(f"compressed-tensors with {key}", "supported: weight-only integer quantization")
-    if config.get("kv_cache_scheme") is not None:
-        log.info("the checkpoint's KV cache scales are not used")
     layout = read_text(config, "format", default="pack-quantized")
     groups = read_object(config, "config_groups")
     if not groups:

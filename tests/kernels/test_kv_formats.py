@@ -25,24 +25,30 @@ DIM, BLOCK, POSITIONS = 16, 8, 40
 class Cache:
     """Five blocks of one KV head, and one sequence that lies in them."""
 
-    def __init__(self, kind: str, fill: int = 0) -> None:
+    def __init__(self, kind: str, fill: int = 0, scales: tuple[float, float] | None = None) -> None:
         stride = 2 * BLOCK * KVFormat(kind).head_bytes(DIM)
         self.batch = make_batch(POSITIONS, 1, 1, (np.array([[3, 1, 4, 0, 2]], np.int32),))
         self.batch.position[:] = np.arange(POSITIONS)
-        self.kv = KVLayer(np.full(5 * stride, fill, np.uint8), stride, 0, BLOCK, 1, DIM, KVFormat(kind), 0)
+        self.kv = KVLayer(
+            np.full(5 * stride, fill, np.uint8), stride, 0, BLOCK, 1, DIM, KVFormat(kind), 0,
+            scales=None if scales is None else np.array(scales, np.float32)[:, None],
+        )  # fmt: skip
 
-    def store(self, k: np.ndarray, v: np.ndarray, *, first: int = 0, reference: bool = False) -> None:
-        """Store K and V [rows, DIM] from position `first` on, without norm and rotation."""
+    def store(
+        self, k: np.ndarray, v: np.ndarray, *, first: int = 0, q: float = 0.0, reference: bool = False
+    ) -> np.ndarray:
+        """Store K and V [rows, DIM] from position `first` on, without norm and rotation; what queries `q` become."""
         rows = len(k)
         self._rows(first, rows)
         buffers = [make_rows(DIM, rows) for _ in range(3)]
-        buffers[1][:], buffers[2][:] = k, v
+        buffers[0][:], buffers[1][:], buffers[2][:] = q, k, v
         args = RopeStoreArgs(self.batch, *buffers, None, None, 0.0, None, None, 1, 1.0, self.kv)
         if reference:
             rope_store.build(args).run()
         else:
             for op in cpu.build_rope_store(args):
                 op.run()
+        return buffers[0]
 
     def attend(self, q: np.ndarray, *, first: int, reference: bool = False) -> np.ndarray:
         """What queries [rows, DIM] at positions from `first` on see."""
@@ -132,6 +138,32 @@ def test_what_fp8_cannot_hold_becomes_its_largest_value(kind: str, isa: str) -> 
     cache.store(k, -k)
     for got, sign in zip(cache.read(), (1, -1), strict=True):
         assert (got[0, :4] * sign).tolist() == [LIMITS[kind], -LIMITS[kind], LIMITS[kind], LIMITS[kind]]
+
+
+@pytest.mark.parametrize("kind", LIMITS)
+def test_scales_of_k_and_v_widen_the_range_and_come_off_in_attention(kind: str, isa: str) -> None:
+    scales = 16.0, 0.75
+    rng = np.random.default_rng(5)
+    k, v = (rng.standard_normal((POSITIONS, DIM)).astype(np.float32) for _ in range(2))
+    k[:, 3] = LIMITS[kind] * 4
+    cache, expected, plain = Cache(kind, scales=scales), Cache(kind, scales=scales), Cache("f32")
+    cache.store(k, v)
+    expected.store(k, v, reference=True)
+    plain.store(k, v)
+    assert np.array_equal(cache.kv.arena, expected.kv.arena)
+    for got, meant, scale in zip(cache.read(), plain.read(), scales, strict=True):
+        assert np.abs(got * scale - meant).max() <= np.abs(meant).max() / (16 if kind == "fp8_e4m3" else 8)
+    for reference in (False, True):  # queries have been multiplied by the scale of K when they were rotated
+        q = rng.standard_normal((1, DIM)).astype(np.float32) * 1e-9
+        got = cache.attend(q, first=POSITIONS - 1, reference=reference)
+        assert np.abs(got - cache.read()[1].mean(axis=0) * scales[1]).max() < 1e-4
+
+
+def test_queries_are_multiplied_by_the_scale_of_k(isa: str) -> None:
+    for reference in (False, True):
+        cache = Cache("fp8_e4m3", scales=(16.0, 0.75))
+        q = cache.store(np.ones((1, DIM), np.float32), np.ones((1, DIM), np.float32), q=3.0, reference=reference)
+        assert (q == 48.0).all()
 
 
 def test_int8_is_within_half_a_step_of_what_was_stored(isa: str) -> None:

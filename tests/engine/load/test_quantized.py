@@ -98,13 +98,9 @@ def test_a_config_in_a_file_of_its_own_is_found_and_part_of_the_key(tmp_path: Pa
     assert entry_key(Source(tmp_path, "hf", "tiny"), "auto") != before
 
 
-def test_zero_biases_of_layers_without_one_and_scales_of_a_kv_cache_are_left_out(folder: Path) -> None:
-    change(
-        folder,
-        model__layers__0__mlp__up_proj__bias=np.zeros(96, np.float16),
-        model__layers__0__self_attn__k_scale=np.ones(1, np.float16),
-    )
-    assert not [name for name in opened(folder).tensors if name.endswith((".bias", "_scale"))]
+def test_zero_biases_of_layers_without_one_are_left_out(folder: Path) -> None:
+    change(folder, model__layers__0__mlp__up_proj__bias=np.zeros(96, np.float16))
+    assert not [name for name in opened(folder).tensors if name.endswith(".bias")]
 
 
 def test_a_module_left_unquantized_is_read_as_it_is(folder: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from llmctl.kernels.cuda.attend import (
+    FINE_WEIGHTS,
     MERGE_ROWS,
     MERGE_THREADS,
     SINKS,
@@ -27,8 +28,10 @@ TORCH = {
 # max |y - y64| over the largest sum of |a||b|, a row being one query's outputs of all heads; tf32 rounds operands to 11
 # bits, as float16 does.
 BOUNDS = {"f16": 5e-4, "bf16": 4e-3, "f32": 1e-6, "tf32": 1e-3}
-# What rounding does to results near zero: half of the smallest number that an output can hold; in float32, whose operands
-# are sums of two tf32, the last bit that those hold of a denormal.
+# Without fine weights they are rounded to what the tensor cores multiply, too: half of its last bit more.
+ROUNDED_WEIGHTS = {"f16": 2.0**-11, "bf16": 2.0**-8}
+# What rounding does to results near zero: half of the smallest number that an output can hold; in float32, whose
+# operands are sums of two tf32, the last bit that those hold of a denormal.
 LEAST = {"f16": 2.0**-25, "bf16": 2.0**-134, "f32": 2.0**-136}
 
 
@@ -49,7 +52,11 @@ class Problem:
     @property
     def name(self) -> str:
         shape, flags = self.shape, self.shape.flags
-        words = [word for bit, word in ((WINDOW, "window"), (SOFT_CAP, "cap"), (SINKS, "sinks")) if flags & bit]
+        words = [
+            word
+            for bit, word in ((WINDOW, "window"), (SOFT_CAP, "cap"), (SINKS, "sinks"), (FINE_WEIGHTS, "fine"))
+            if flags & bit
+        ]
         kind = "prefill" if shape.warps_m > 1 else "decode"
         return "-".join(
             (
@@ -221,6 +228,12 @@ def run(case: Case, launcher, device: str = "cpu") -> torch.Tensor:
             ],
         )  # fmt: skip
     return out.cpu()
+
+
+def bound(shape: AttendShape) -> float:
+    """What `error` may be."""
+    coarse = 0.0 if shape.flags & FINE_WEIGHTS else ROUNDED_WEIGHTS.get(shape.compute, 0.0)
+    return BOUNDS[shape.compute] + coarse
 
 
 def error(case: Case, out: torch.Tensor) -> float:

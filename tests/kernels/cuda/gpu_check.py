@@ -43,7 +43,7 @@ import_checkout()
 
 import gpu_linear  # noqa: E402
 import torch  # noqa: E402
-from attend_cases import BOUNDS, Problem, error, make, run  # noqa: E402
+from attend_cases import Problem, bound, error, make, run  # noqa: E402
 
 from llmctl.kernels.cuda import nvrtc, rows  # noqa: E402
 from llmctl.kernels.cuda.attend import (  # noqa: E402
@@ -156,7 +156,13 @@ def sweep(
                         case = make(problem)
                         off = error(case, run(case, launcher, "cuda"))
                         found.append(
-                            {"name": problem.name, "compute": compute, "error": off, "ok": off <= BOUNDS[compute]}
+                            {
+                                "name": problem.name,
+                                "compute": compute,
+                                "error": off,
+                                "bound": bound(shape),
+                                "ok": off <= bound(shape),
+                            }
                         )
     return found
 
@@ -298,11 +304,11 @@ def norm_row(launcher: Launcher, bandwidth: float) -> dict:
     weight, counts = torch.randn(width, device="cuda").bfloat16(), torch.tensor([count], dtype=torch.int32).cuda()
     kernel, threads = rows.rms_norm("bf16", width, residual=True)
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (out, x, residual, weight)]
-    bound = launcher.bind(
-        kernel, (count, 1, 1), threads, threads // 32 * 4,
-        [*pointers, ctypes.c_void_p(0), ctypes.c_void_p(counts.data_ptr()), ctypes.c_int32(width), ctypes.c_float(1e-5)],
-    )  # fmt: skip
-    floor, ours = 4 * x.nbytes / bandwidth / 1e3, times_us(bound.run)
+    pointers += [ctypes.c_void_p(0), ctypes.c_void_p(counts.data_ptr())]
+    launch = launcher.bind(
+        kernel, (count, 1, 1), threads, threads // 32 * 4, [*pointers, ctypes.c_int32(width), ctypes.c_float(1e-5)]
+    )
+    floor, ours = 4 * x.nbytes / bandwidth / 1e3, times_us(launch.run)
     return {"row": "norm and residual 4096 x 4096", "floor_us": floor, "measured_us": ours, "times_floor": ours / floor}
 
 

@@ -1,0 +1,173 @@
+"""How each layer's 8-bit KV cache fits the model: steering of K, and scales of fp8, from a probe text.
+
+The model reads the text once with a float32 cache, when it first runs with an 8-bit one. The text is fixed, so what is
+found is a function of the weights and the kernels; it is kept beside the packed weights.
+
+Scales that a checkpoint brings are taken. Without them fp8, whose error is relative, has scale 1, unless the probe
+comes within a factor of two of the format's largest value: then powers of two, which change nothing but the range.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import os
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from ...kernels import registry
+from ...kernels.formats import FP8_LARGEST, KVFormat
+from ...kernels.ops import ROWS, SEQS, F32Array, KeySteering, KVLayer, make_batch, steering_width
+from ..kv_groups import KVGroup
+from ..load.kv_scales import stored_scales
+from ..load.model import Model
+from ..load.packed import PackedModel
+from ..models.arch import DecoderSpec
+from ..models.decoder import Limits
+from ..models.rope import rope_tables
+from ..plan import Plan
+from ..tokenizer import Tokenizer
+from .cache import BlockShape, allocate
+from .probe_text import PROBE_TEXT
+from .steering import find_steering
+
+log = logging.getLogger(__name__)
+
+VERSION = 2
+PROBE_TOKENS = 512
+_BLOCK = 32
+_HEADROOM = 2.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVFit:
+    """What one layer's 8-bit cache is stored with. `largest` [2, kv_heads] of K and of V in the probe."""
+
+    steering: KeySteering
+    largest: F32Array
+
+
+def fit_cache(layers: dict[int, KVLayer], model: Model, plan: Plan) -> dict[int, KVLayer]:
+    """The layers of the cache, those in 8 bits with their steering and scales.
+
+    Only our own decoder is fitted: of transformers' modules nobody knows where they rotate.
+    """
+    small = [layer for layer, kv in layers.items() if kv.format.bytes_per_value == 1]
+    if not small:
+        return layers
+    if not isinstance(model, PackedModel):
+        if plan.kv_format in FP8_LARGEST:
+            log.warning(
+                "%s: the %s KV cache is not calibrated, its scales are 1 and what is above %g is cut off",
+                model.name,
+                plan.kv_format,
+                FP8_LARGEST[plan.kv_format],
+            )
+        return layers
+    fits = _fits(model, plan)
+    fitted = dict(layers)
+    for layer in small:
+        kind = layers[layer].format.kind
+        scales = None if kind not in FP8_LARGEST else _scales(model, layer, fits[layer], FP8_LARGEST[kind])
+        fitted[layer] = replace(layers[layer], steering=fits[layer].steering, scales=scales)
+    return fitted
+
+
+def _scales(model: PackedModel, layer: int, fit: KVFit, limit: float) -> F32Array | None:
+    """The layer's fp8 scales, None for 1."""
+    stored = stored_scales(model.vectors, layer, model.spec.num_kv_heads)
+    if stored is not None:
+        return stored
+    needed = np.maximum(fit.largest.astype(np.float64) * (_HEADROOM / limit), 1.0)
+    scales = np.exp2(np.ceil(np.log2(needed))).astype(np.float32)
+    if (scales == 1).all():
+        return None
+    log.info(
+        "%s: layer %d has K and V up to %g, fp8 scales up to %g", model.name, layer, fit.largest.max(), scales.max()
+    )
+    return scales
+
+
+def _fits(model: PackedModel, plan: Plan) -> tuple[KVFit, ...]:
+    """Each layer's fit, from beside the packed weights or made now."""
+    made_with = VERSION, PROBE_TOKENS, PROBE_TEXT, plan.isa, plan.bits, registry.build_id()
+    key = hashlib.sha256(msgspec.json.encode(made_with)).hexdigest()[:16]
+    path = model.folder / f"kv-fit-{key}.npz"
+    found = _read(path, model.spec)
+    if found is None:
+        log.info("%s: reading a probe text, to fit the 8-bit KV cache", model.name)
+        found = _measure(model, plan)
+        _keep(path, found)
+    return found
+
+
+def _read(path: Path, spec: DecoderSpec) -> tuple[KVFit, ...] | None:
+    """What `_keep` left, None if it did not or it is not whole."""
+    if not path.exists():
+        return None
+    shape = spec.num_layers, spec.num_kv_heads, spec.head_dim // 2
+    try:
+        with np.load(path) as file:
+            orders, follows, largest = file["orders"], file["follows"], file["largest"]
+        if orders.shape != shape or follows.shape != (*shape, 4, steering_width(spec.head_dim)):
+            raise ValueError(f"shapes {orders.shape} and {follows.shape}")
+    except Exception as error:  # numpy and zipfile raise many kinds for a broken file, and it can be made again
+        log.warning("%s is made anew: %s", path, error)
+        return None
+    return tuple(
+        KVFit(KeySteering(np.ascontiguousarray(order, np.int32), follow.astype(np.float32)), most)
+        for order, follow, most in zip(orders, follows, largest, strict=True)
+    )
+
+
+def _keep(path: Path, fits: tuple[KVFit, ...]) -> None:
+    """Write them beside the weights for the next start; a folder that cannot be written to is left alone."""
+    data = io.BytesIO()
+    np.savez(
+        data,
+        orders=np.stack([fit.steering.order for fit in fits]),
+        follows=np.stack([fit.steering.follow for fit in fits]).astype(np.float16),
+        largest=np.stack([fit.largest for fit in fits]),
+    )
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".kv-fit-", delete=False) as file:
+            file.write(data.getvalue())
+        os.replace(file.name, path)
+    except OSError as error:
+        log.warning("the KV cache is fitted anew at every start: cannot write %s: %s", path, error)
+
+
+def _measure(model: PackedModel, plan: Plan) -> tuple[KVFit, ...]:
+    """Run the probe text, op by op, and look at each layer's queries, K and V."""
+    spec = model.spec
+    tokens = Tokenizer(model.folder).encode(PROBE_TEXT)[: min(PROBE_TOKENS, spec.context_length)]
+    count, layers = len(tokens), tuple(range(spec.num_layers))
+    full = (KVFormat("f32"),) * len(layers)
+    blocks = -(-count // _BLOCK)
+    shape = BlockShape(_BLOCK, spec.num_kv_heads, spec.head_dim, full)
+    group = KVGroup(layers=layers, bytes_per_token=shape.offsets[-1] // _BLOCK, num_blocks=blocks)
+    cache = allocate(0, group, shape, plan.kernels)
+    batch = make_batch(count, 1, 1, (np.arange(blocks, dtype=np.int32)[None],))
+    batch.counts[[ROWS, SEQS]] = count, 1
+    batch.token[:], batch.position[:], batch.seq_rows[0] = tokens, np.arange(count), count
+    decoder = model.build(batch, cache.layers, Limits(count, 1, count, plan.threads), plan.kernels)
+    assert decoder.queries is not None, "our own decoder has them"
+    stored = cache.arena.view(np.float32).reshape(blocks, spec.num_layers, spec.num_kv_heads, 2, -1)
+    fits: list[KVFit] = []
+    for op, kind in zip(decoder.ops, decoder.kinds, strict=True):
+        op.run()
+        if kind == "rope_store":
+            layer = len(fits)
+            halves = stored[:, layer].transpose(2, 1, 0, 3)  # [K and V, kv_heads, blocks, values]
+            k = halves[0].reshape(spec.num_kv_heads, blocks, spec.head_dim, _BLOCK).transpose(0, 1, 3, 2)
+            k, v = (x.reshape(spec.num_kv_heads, -1, spec.head_dim)[:, :count] for x in (k, halves[1]))
+            q = decoder.queries[:count, : spec.num_heads * spec.head_dim].reshape(count, spec.num_heads, -1)
+            cos, sin = rope_tables(spec.rope_of(layer), spec.head_dim, count)
+            largest = np.stack([np.abs(x).max(axis=(1, 2)) for x in (k, v)])
+            fits.append(KVFit(find_steering(q, k, v, cos, sin, spec.window(layer)), largest))
+    return tuple(fits)

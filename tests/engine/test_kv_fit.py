@@ -1,0 +1,107 @@
+"""What an 8-bit cache is stored with: found by a probe text and kept, or brought by the checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from llmctl.engine.config import EngineConfig
+from llmctl.engine.load.hub import Source
+from llmctl.engine.load.packed import PackedModel, open_packed
+from llmctl.engine.plan import resolve
+from llmctl.engine.runner import kv_fit
+from llmctl.engine.runner.runner import Runner
+from llmctl.kernels.errors import CheckpointError
+from llmctl.kernels.ops import KVLayer
+
+from .tiny import write_checkpoint
+
+
+def open_tiny(folder: Path) -> PackedModel:
+    return open_packed(Source(folder, "hf", "tiny"), cache=folder / "cache")
+
+
+def layers_of(model: PackedModel, kind: str, **options: object) -> dict[int, KVLayer]:
+    config = EngineConfig(kv_cache_dtype=kind, max_model_len=64, max_num_seqs=2, threads=1, **options)
+    plan = resolve(config, model)[0]
+    runner = Runner(model, plan)
+    runner.close()
+    return kv_fit.fit_cache(runner.groups[0].layers, model, plan)
+
+
+def add(folder: Path, **tensors: np.ndarray) -> None:
+    """More tensors for the checkpoint; `__` in a name stands for a dot."""
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | {name.replace("__", "."): array for name, array in tensors.items()}, path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path, "qwen3")
+
+
+def test_a_fit_is_made_once_and_kept_beside_the_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = open_tiny(folder)
+    made = layers_of(model, "fp8")
+    monkeypatch.setattr(kv_fit, "_measure", lambda *_: pytest.fail("made again"))
+    again = layers_of(open_tiny(folder), "int8")
+    for layer in (0, 1):
+        ours, kept = made[layer].steering, again[layer].steering
+        assert ours is not None and kept is not None
+        assert np.array_equal(ours.order, kept.order) and np.array_equal(ours.follow, kept.follow)
+        assert ours.follow.any()
+
+
+def test_a_fit_that_is_damaged_is_made_again(folder: Path) -> None:
+    model = open_tiny(folder)
+    made = layers_of(model, "int8")[0].steering
+    (path,) = model.folder.glob("kv-fit-*.npz")
+    path.write_bytes(path.read_bytes()[:100])
+    again = layers_of(model, "int8")[0].steering
+    assert made is not None and again is not None and np.array_equal(made.follow, again.follow)
+
+
+def test_caches_of_16_bits_and_skipped_layers_are_not_fitted(folder: Path) -> None:
+    model = open_tiny(folder)
+    assert all(kv.steering is None for kv in layers_of(model, "float16").values())
+    assert not list(model.folder.glob("kv-fit-*"))
+    mixed = layers_of(model, "int8", kv_cache_dtype_skip_layers=("1",))
+    assert mixed[0].steering is not None and mixed[1].steering is None
+
+
+def test_scales_of_the_checkpoint_are_those_of_fp8(folder: Path) -> None:
+    add(
+        folder,
+        model__layers__0__self_attn__k_scale=np.array([0.25], np.float16),
+        model__layers__0__self_attn__v_scale=np.array([0.5, 2.0], np.float32),
+        model__layers__1__self_attn__k_proj__k_scale=np.array(3.0, np.float32),
+        model__layers__1__self_attn__v_proj__v_scale=np.array(0.0, np.float32),
+    )
+    fp8 = layers_of(open_tiny(folder), "fp8")
+    assert fp8[0].scales is not None and fp8[0].scales.tolist() == [[0.25, 0.25], [0.5, 2.0]]
+    assert fp8[1].scales is None  # one of the two is not positive
+    assert layers_of(open_tiny(folder), "int8")[0].scales is None
+
+
+def test_a_scale_of_another_shape_is_refused(folder: Path) -> None:
+    add(folder, model__layers__0__self_attn__k_scale=np.ones(3, np.float32))
+    with pytest.raises(CheckpointError, match="k_scale` of .* has shape .3.") as caught:
+        open_tiny(folder)
+    assert "each of 2 KV heads" in caught.value.hint
+
+
+@pytest.mark.parametrize(("largest", "scale"), [(10.0, None), (223.0, None), (300.0, 2.0), (1000.0, 8.0)])
+def test_without_them_a_power_of_two_keeps_what_the_probe_saw_twice_in_range(
+    folder: Path, largest: float, scale: float | None
+) -> None:
+    model = open_tiny(folder)
+    steering = layers_of(model, "fp8")[0].steering
+    assert steering is not None
+    seen = np.array([[1.0, largest], [1.0, 1.0]], np.float32)
+    found = kv_fit._scales(model, 0, kv_fit.KVFit(steering, seen), 448.0)
+    assert (found is None) == (scale is None)
+    if found is not None:
+        assert found.tolist() == [[1.0, scale], [1.0, 1.0]]
