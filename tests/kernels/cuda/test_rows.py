@@ -180,7 +180,7 @@ def test_heads_are_normed_rotated_and_stored_as_the_format_says(
             view = view_of(want, want.size, 0, 0, 1, dim, KVFormat(kv))
             value = v[row].view(kv_heads, dim)[head].float()
             broken = not bool(value.isfinite().all())
-            view.write(0, 0, keys[row, head], value)
+            view.write(0, 0, keys[row, head], value, keys[row, head])
             codes = dim * KVFormat(kv).bytes_per_value
             base = offset + head * 2 * half
             for which, start in ((0, base), (1, base + half)):
