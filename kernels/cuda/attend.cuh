@@ -619,9 +619,9 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
   }
 }
 
-// grid: (merge items that could be, KV heads, kMergeRows), 128 threads: each block joins every fourth of a tile's rows.
-// Lanes take the row's dimensions, warps every fourth part, in an order that depends on the number of parts alone.
-constexpr int kMergeRows = 4, kMergeWarps = 4;
+// grid: (merge items that could be, KV heads, kMergeRows), 256 threads: each block joins every fourth of a tile's rows.
+// Lanes take the row's dimensions, warps every eighth part, in an order that depends on the number of parts alone.
+constexpr int kMergeRows = 4, kMergeWarps = 8;
 template <class Act, int kHeadDim, int kRows, bool kHasSinks>
 __global__ void __launch_bounds__(32 * kMergeWarps)
     attend_merge(Act* out, const float* part_values, const float* part_scales, const MergeWork* work,

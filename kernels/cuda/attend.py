@@ -20,9 +20,9 @@ from .types import ACTIVATIONS, EIGHT_BIT_KV, ELEMENT_BYTES, ELEMENTS
 
 HEADER = "attend.cuh"
 WINDOW, SOFT_CAP, SINKS, FINE_WEIGHTS = 1, 2, 4, 8  # as in attend.cuh
-MERGE_THREADS, MERGE_ROWS = 128, 4  # kMergeRows of attend.cuh: blocks that share a tile's rows
+MERGE_THREADS, MERGE_ROWS = 256, 4  # kMergeRows of attend.cuh: blocks that share a tile's rows
 # Parts of fewer tiles cost more than they bring; what a part costs besides its tokens, and merging, in tokens.
-_SHORTEST, _PART_TOKENS, _MERGE_TOKENS = 2, 64, 128
+_SHORTEST, _PART_TOKENS, _MERGE_TOKENS = 2, 32, 128
 COMPUTE = {"f16": "Half", "bf16": "Bf16", "tf32": "Tf32", "f32": "Fp32"}
 
 
@@ -173,10 +173,11 @@ def plan_attention(
 
 
 def choose_split(
-    sequences: Sequence[Queries], *, group: int, rows: int, tile: int, kv_heads: int, places: int, window: int = 0
+    sequences: Sequence[Queries], *, group: int, rows: int, tile: int, kv_heads: int, processors: int, window: int = 0
 ) -> int:
-    """The cut that lets `places` blocks that run at once end soonest: a multiple of the tile.
+    """The cut that lets a GPU of so many SMs end soonest: a multiple of the tile.
 
+    An SM reads as fast for two blocks as for three, so what counts is how many tokens the busiest has to read.
     Depends on the company that a request has, so not for `--deterministic`, which has one cut for all steps.
     """
     lengths = []
@@ -186,21 +187,17 @@ def choose_split(
         lengths += [min(longest, window + rows) if window else longest] * tiles
     if not lengths:
         return tile
-    longest, total = max(lengths), sum(lengths) * kv_heads
-    # Up to eight waves; what a part costs besides its tokens, to start and to be merged, is as much as some tokens.
-    even = max(1, total // places)
+    longest = max(lengths)
+    even = max(1, sum(lengths) * kv_heads // processors)
     candidates = {-(-longest // parts // tile) * tile for parts in range(1, 9)}
-    candidates |= {-(-even // waves // tile) * tile for waves in range(1, 9)} | {_SHORTEST * tile}
+    candidates |= {-(-even // blocks // tile) * tile for blocks in range(1, 9)} | {_SHORTEST * tile}
     counts = Counter(lengths)
 
-    def cost(split: int) -> tuple[float, int]:
+    def cost(split: int) -> tuple[int, int]:
         blocks = kv_heads * sum(count * -(-length // split) for length, count in counts.items())
-        size = min(split, longest) + _PART_TOKENS
-        waves = -(-blocks // places)
-        merged = 0 if split >= longest else _MERGE_TOKENS
-        # In between are waves that are full, and blocks that start as others end.
-        ended = (waves * size + max(size, (total + blocks * _PART_TOKENS) / places)) / 2
-        return ended + merged, -split
+        # One block alone leaves an SM waiting.
+        busiest = max(2, -(-blocks // processors)) * (min(split, longest) + _PART_TOKENS)
+        return busiest + (0 if split >= longest else _MERGE_TOKENS), -split
 
     return min((split for split in candidates if split >= _SHORTEST * tile), key=cost)
 

@@ -233,7 +233,7 @@ def run(case: Case, launcher, device: str = "cpu") -> torch.Tensor:
 def bound(shape: AttendShape) -> float:
     """What `error` may be."""
     coarse = 0.0 if shape.flags & FINE_WEIGHTS else ROUNDED_WEIGHTS.get(shape.compute, 0.0)
-    return BOUNDS[shape.compute] + coarse
+    return max(BOUNDS[shape.compute], BOUNDS[shape.act]) + coarse
 
 
 def error(case: Case, out: torch.Tensor) -> float:

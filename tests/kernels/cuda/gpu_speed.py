@@ -26,7 +26,7 @@ from llmctl.kernels.cuda.attend import (
 )
 from llmctl.kernels.cuda.launch import Bound, Launcher
 from llmctl.kernels.cuda.source import Kernel
-from llmctl.kernels.cuda.tiles import blocks_per_sm, choose_attend
+from llmctl.kernels.cuda.tiles import choose_attend
 from llmctl.kernels.formats import KVFormat
 
 # (KV format, sequences, tokens of each, of them new): 8 KV heads of 128 dimensions, 4 query heads to each.
@@ -137,12 +137,9 @@ def kernels(arch: str) -> list[Kernel]:
 def attention(launcher: Launcher, arch: str, kv: str, sequences: int, length: int, new: int = 1) -> Attention:
     shape = shape_of(arch, kv, new)
     queries = [Queries(i, i * new, new, length - new) for i in range(sequences)]
-    registers = launcher.jit.get(shape.kernel).resources.registers
-    places = torch.cuda.get_device_properties(0).multi_processor_count * blocks_per_sm(
-        arch, shape.threads, registers, shape.shared_bytes
-    )
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
     sizes = {"group": GROUP, "rows": shape.rows, "tile": shape.tile}
-    split = choose_split(queries, kv_heads=KV_HEADS, places=places, **sizes) if new == 1 else length
+    split = choose_split(queries, kv_heads=KV_HEADS, processors=processors, **sizes) if new == 1 else length
     plan = plan_attention(queries, split=split, **sizes)
     blocks = -(-length // BLOCK)
     stride = KV_HEADS * 2 * BLOCK * KVFormat(kv).head_bytes(DIM)

@@ -112,11 +112,10 @@ def test_a_window_is_cut_at_the_same_places() -> None:
 
 def test_the_split_fills_the_gpu_but_parts_stay_worth_their_merge() -> None:
     sizes = {"group": 4, "rows": 16, "tile": 64, "kv_heads": 8}
-    assert choose_split([Queries(0, 0, 1, 8191)], places=132, **sizes) == 512
-    assert choose_split([Queries(0, 0, 1, 99)], places=132, **sizes) == 128  # the whole in one part
-    # 1,024 heads at 396 places: whole they would take three waves for the work of 2.6, in three parts each 7.8 of 8.
-    assert choose_split([Queries(i, i, 1, 4095) for i in range(128)], places=396, **sizes) == 1408
-    assert choose_split([Queries(i, i, 1, 2047) for i in range(32)], places=264, **sizes) >= 2048
+    assert choose_split([Queries(0, 0, 1, 8191)], processors=132, **sizes) == 256  # two blocks for each SM
+    assert choose_split([Queries(0, 0, 1, 99)], processors=132, **sizes) == 128  # the whole in one part
+    for count, length in ((32, 2048), (128, 4096)):  # as many blocks as do without a merge
+        assert choose_split([Queries(i, i, 1, length - 1) for i in range(count)], processors=132, **sizes) >= length
 
 
 def test_formats_that_do_not_go_together_are_refused_with_what_does() -> None:
