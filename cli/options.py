@@ -168,8 +168,9 @@ def memory_config(
             "--kv-cache-dtype",
             metavar="TYPE",
             parser=parse_dtype,
-            text="How K and V are stored: auto (16 bits unless weights are float32), float32, float16, bfloat16, or in "
-            "half the memory fp8 (the same as fp8_e4m3), fp8_e5m2, int8 (with a scale per token and head).",
+            text="How K and V are stored: auto (int16, or float32 if weights are), float32, float16, bfloat16, int16 "
+            "(with a scale per token and head), or in half the memory fp8 (the same as fp8_e4m3), fp8_e5m2, int8 (with "
+            "scales too).",
         ),
     ] = _DEFAULT.kv_cache_dtype,
     kv_cache_dtype_skip_layers: Annotated[

@@ -18,7 +18,7 @@ DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # what runs if nobody names a model; `l
 POLICIES = ("hybrid", "fcfs", "sjf", "fair", "priority")
 FAIR_POLICIES = ("hybrid", "fair")  # those that share the engine between tenants
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
+KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int16")
 EVICTIONS = ("lru-k", "lru")
 PREEMPTION_MODES = ("auto", "swap", "recompute")
 SPECULATIVE_METHODS = ("ngram", "draft_model", "none")
@@ -126,13 +126,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Engine options as the user gives them. 0 or "auto" means: choose. Flags have the same names with dashes.
 
     dtype                   auto keeps weights as stored; a float type converts all of them at load
-    kv_cache_dtype          auto: float32 for float32 weights, bfloat16 for bfloat16, else float16; fp8 is fp8_e4m3
+    kv_cache_dtype          auto: float32 for float32 weights, else int16; fp8 is fp8_e4m3
     kv_cache_dtype_skip_layers  layers whose K and V stay as `auto` would store them: numbers from 0, or sliding_window
                             for all that have one
     cache_eviction          lru-k forgets the block whose K-th last use (`cache_eviction_k`) is oldest, so that content
                             used once does not push out what is used again and again; lru looks at the last use alone
     rope_scaling            another rotary embedding than the model's, which may make its context longer
-    num_gpu_blocks_override KV blocks in the pool instead of what the memory budget gives (the flag's name is vLLM's)
+    num_gpu_blocks_override KV blocks in the pool instead of what the memory budget gives (the flag's name is vLLM's);
+                            pools of layers with a window follow
     gpu_memory_utilization  share of the available memory, on any device, that weights, workspace and KV pool may take
                             together; 0: a quarter of what the first two leave goes to the pool
     tenant_weights          shares of tenants (API keys, or `user`) in the fair queue; 1 for who is not named

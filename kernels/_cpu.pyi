@@ -102,6 +102,7 @@ class KvCopy:
         head_dim: int,
         value_bytes: int,
         scale_bytes: int,
+        pairs: bool,
     ) -> None: ...
     def __call__(self, source: int, target: int, tokens: int) -> None: ...
 

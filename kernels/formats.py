@@ -17,7 +17,7 @@ NF4_VALUES = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-KV_BYTES = {**FLOAT_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
+KV_BYTES = {**FLOAT_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1, "int16": 2}
 
 FP8_LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 
@@ -71,9 +71,11 @@ class KVFormat:
     fp8_e4m3        float8 with 4 bits of exponent and no infinity, largest 448
     fp8_e5m2        the upper half of a float16, largest finite 57344
     int8            code * s, with a scale s per token and KV head, a bfloat16 not below absmax / 127, for K and for V
+    int16           likewise, with absmax / 8191 for K and absmax / 2047 for V: about as exact as float16, and made for
+                    integer dot products; codes of two dimensions of K, and of two positions of V, lie side by side
 
     What is too large for the 8-bit formats becomes their largest value, infinity too. A NaN in a token's K or V of one
-    head is stored as a NaN in the first dimension of that K (int8: in its scale) and nowhere else: it reaches
+    head is stored as a NaN in the first dimension of that K (int8, int16: in its scale) and nowhere else: it reaches
     everything that attends to the token, as it must, and never what does not.
     """
 
@@ -86,7 +88,12 @@ class KVFormat:
     @property
     def scale_bytes(self) -> int:
         """Bytes of the scale of one token's K, or V, of one head."""
-        return 2 if self.kind == "int8" else 0
+        return 2 if self.kind in ("int8", "int16") else 0
+
+    @property
+    def pairs(self) -> bool:
+        """Whether codes of two dimensions of K, and of two positions of V, lie side by side."""
+        return self.kind == "int16"
 
     def head_bytes(self, head_dim: int) -> int:
         """Bytes of one token's K, or V, of one head with its scale."""

@@ -90,7 +90,8 @@ def bind(op: str, args: Any, *, device: str = "cpu", kernels: str = "auto") -> A
             if reason is None:
                 return entry.build(args)
             refusals.append(f"{_name(entry)}: {reason}")
-    for entry in _reference_entries():
+    # The reference knows the CPU's memory and its layout of the cache only.
+    for entry in _reference_entries() if device != "cuda" else ():
         if entry.op != op:
             continue
         reason = entry.accepts(args)

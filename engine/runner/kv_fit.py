@@ -55,10 +55,11 @@ class KVFit:
 def fit_cache(layers: dict[int, KVLayer], model: Model, plan: Plan) -> dict[int, KVLayer]:
     """The layers of the cache, those in 8 bits with their steering and scales.
 
-    Only our own decoder is fitted: of transformers' modules nobody knows where they rotate.
+    Only our own decoder is fitted: of transformers' modules nobody knows where they rotate. Kernels of a GPU know
+    neither steering nor scales.
     """
     small = [layer for layer, kv in layers.items() if kv.format.bytes_per_value == 1]
-    if not small:
+    if not small or plan.kernels == registry.CUDA:
         return layers
     if not isinstance(model, PackedModel):
         if plan.kv_format in FP8_LARGEST:

@@ -19,33 +19,10 @@
 // [row][query head][split of max_splits].
 #pragma once
 
-#include <type_traits>
-
 #include "act.hpp"
-#include "kv_format.hpp"
-#include "table.hpp"
+#include "attend_int16.hpp"
 
 namespace llmctl::cpu {
-
-constexpr int kMaxSegments = kAttendSplit / 8 + 1;
-constexpr float kNever = -__builtin_inff();
-
-// A run of positions of one split inside one block.
-template <class Elem>
-struct Segment {
-  const Elem* keys;              // column of the first position in [head_dim][block_size]
-  const Elem* values;            // row of the first position in [block_size][head_dim]
-  const uint16_t* key_scales;    // of the first position, if the format has any
-  const uint16_t* value_scales;
-  int at;              // first position, counted from the start of the split; a multiple of 8
-  int count;
-};
-
-// The positions that each score row of a tile sees: [first, end), absolute.
-struct Visible {
-  int first[kTileRows];
-  int end[kTileRows];
-};
 
 // acc[r][v] += factor r * vector v. The smaller of the two sets stays in registers, the other passes through one: of 16
 // registers 12 accumulators leave only four.
@@ -73,18 +50,6 @@ LLMCTL_INLINE void multiply_in(const float* factors, long factor_stride, const t
       LLMCTL_UNROLL
       for (int v = 0; v < kVectors; ++v) acc[r][v] = Lanes::fma(x, y[v], acc[r][v]);
     }
-  }
-}
-
-// Fetches what is needed later, a part of it in each step of a strip that reads as much. Memory is the limit when few
-// queries share the keys, so it has to work all the time: while scores are computed the split's values come in, and
-// while values are added up the keys of the next split.
-template <int kStripBytes>
-LLMCTL_INLINE void fetch_step(const char* at, int step) {
-  constexpr int kEvery = kStripBytes >= 64 ? 1 : 64 / kStripBytes;  // a cache line serves so many steps
-  if (step % kEvery == 0) {
-    LLMCTL_UNROLL
-    for (int line = 0; line < kStripBytes; line += 64) __builtin_prefetch(at + line, 0, 2);
   }
 }
 
@@ -152,18 +117,6 @@ LLMCTL_INLINE void value_strip(const float* __restrict weights, const Segment<ty
   }
 }
 
-// Calls strip(at, lanes, vectors), types that say how many, over [0, count) in strips that are as wide as accumulators
-// allow, the last ones narrow: up to kLanes - 1 more than count may be covered.
-template <class Isa, int kQ, class Strip>
-LLMCTL_INLINE void each_strip(int count, Strip&& strip) {
-  using Wide = typename Isa::Columns;
-  constexpr int kWide = (kQ <= 3 ? 32 : 16) * (Wide::kWidth > kLanes && kQ > 3 ? 2 : 1);
-  int at = 0;
-  for (; at + kWide - kLanes < count; at += kWide) strip(at, Wide{}, std::integral_constant<int, kWide / Wide::kWidth>{});
-  for (; at + kLanes < count; at += 2 * kLanes) strip(at, Isa{}, std::integral_constant<int, 2>{});
-  for (; at < count; at += kLanes) strip(at, Isa{}, std::integral_constant<int, 1>{});
-}
-
 // Scores [from, to) of one row to weights exp(score - maximum), 0 outside [first, end); all counted from the split's
 // start, `from` and `to` multiples of 8. A NaN score stays NaN: the caller's finite check must see it.
 template <class Isa>
@@ -221,64 +174,59 @@ LLMCTL_INLINE void apply_marks(float* scores, int num_rows, const Segment<typena
   }
 }
 
-// Partial results of one split for kQ score rows: out [kQ][kMaxHeadDim], maximum and sum [kQ]. `next` is the split of
-// the same tile that this thread will probably do after it; it may be behind the last.
+// The partial results of one split for kQ score rows with queries q [head_dim][kQ].
 template <class Isa, class Format, int kQ>
-LLMCTL_NOINLINE void split_part(const Kv& kv, const int32_t* table, int kv_head, const float* q, const Visible& visible,
-                                int split, int next, float* out, float* maximum, float* sum) {
+LLMCTL_INLINE void float_part(const Kv& kv, const float* q, const Visible& visible,
+                              const SplitView<typename Format::Elem>& view, float* out, float* maximum, float* sum) {
   using Elem = typename Format::Elem;
-  const int origin = split * kAttendSplit;
-  int low = visible.first[0], high = visible.end[0];
-  for (int r = 1; r < kQ; ++r) {
-    low = least(low, visible.first[r]);
-    high = most(high, visible.end[r]);
-  }
-  const int end = high;
-  low = most(low, origin);
-  high = least(high, origin + kAttendSplit);
-
-  Segment<Elem> segments[kMaxSegments];
-  int count = 0;
-  for (int p = low / kLanes * kLanes; p < high; ++count) {
-    const int offset = p % kv.block_size, length = least(kv.block_size - offset, high - p);
-    const long block = table[p / kv.block_size];
-    const KvHalf keys = half_of(kv, block, kv_head, 0), values = half_of(kv, block, kv_head, 1);
-    segments[count] = {reinterpret_cast<const Elem*>(keys.values) + offset,
-                       reinterpret_cast<const Elem*>(values.values) + static_cast<long>(offset) * kv.head_dim,
-                       keys.scales + offset, values.scales + offset, p - origin, length};
-    p += length;
-  }
-
-  const char* next_keys[kMaxSegments];
-  for (int s = 0; s < count; ++s) {
-    const int p = least(next * kAttendSplit + segments[s].at, end - 1);
-    next_keys[s] = reinterpret_cast<const char*>(half_of(kv, table[p / kv.block_size], kv_head, 0).values);
-  }
-
+  const Segment<Elem>* segments = view.segments;
   alignas(64) float scores[kQ * kAttendSplit];
-  for (int s = 0; s < count; ++s) {
+  for (int s = 0; s < view.count; ++s) {
     each_strip<Isa, kQ>(segments[s].count, [&]<class Lanes, int kVectors>(int t, Lanes, std::integral_constant<int, kVectors>) {
       score_strip<Lanes, Format, kQ, kVectors>(q, segments[s], t, kv, scores + segments[s].at + t);
     });
   }
-  if constexpr (Format::kScaled) apply_scales<Isa>(scores, kQ, segments, count, &Segment<Elem>::key_scales);
-  if constexpr (Format::kMarked) apply_marks<Isa, Format>(scores, kQ, segments, count);
+  if constexpr (Format::kScaled) apply_scales<Isa>(scores, kQ, segments, view.count, &Segment<Elem>::key_scales);
+  if constexpr (Format::kMarked) apply_marks<Isa, Format>(scores, kQ, segments, view.count);
 
-  const int from = low / kLanes * kLanes - origin, to = (high - origin + kLanes - 1) / kLanes * kLanes;
+  const int to = (view.high + kLanes - 1) / kLanes * kLanes;
   for (int r = 0; r < kQ; ++r) {
-    soften<Isa>(scores + r * kAttendSplit, from, to, visible.first[r] - origin, visible.end[r] - origin, maximum + r,
-                sum + r);
+    soften<Isa>(scores + r * kAttendSplit, view.from, to, visible.first[r] - view.origin, visible.end[r] - view.origin,
+                maximum + r, sum + r);
   }
-  if constexpr (Format::kScaled) apply_scales<Isa>(scores, kQ, segments, count, &Segment<Elem>::value_scales);
+  if constexpr (Format::kScaled) apply_scales<Isa>(scores, kQ, segments, view.count, &Segment<Elem>::value_scales);
 
   each_strip<Isa, kQ>(kv.head_dim, [&]<class Lanes, int kVectors>(int d, Lanes, std::integral_constant<int, kVectors>) {
-    value_strip<Lanes, Format, kQ, kVectors>(scores, segments, count, low - origin, d, kv.head_dim, next_keys, out);
+    value_strip<Lanes, Format, kQ, kVectors>(scores, segments, view.count, view.low, d, kv.head_dim, view.next_keys, out);
   });
 }
 
 template <class Isa, class Format>
-LLMCTL_INLINE void split_part_of(int rows, const Kv& kv, const int32_t* table, int kv_head, const float* q,
-                                 const Visible& visible, int split, int next, float* out, float* maximum,
+LLMCTL_INLINE void set_query(TileQueries<Format>& q, int rows, int r, const float* from, int head_dim) {
+  if constexpr (Format::kPairs) {
+    set_int16_query<Isa>(q, r, from, head_dim);
+  } else {
+    for (int d = 0; d < head_dim; ++d) q.values[d * rows + r] = from[d] * Format::kFactor;
+  }
+}
+
+// Partial results of one split for kQ score rows: out [kQ][kMaxHeadDim], maximum and sum [kQ]. `next` is the split of
+// the same tile that this thread will probably do after it; it may be behind the last.
+template <class Isa, class Format, int kQ>
+LLMCTL_NOINLINE void split_part(const Kv& kv, const int32_t* table, int kv_head, const TileQueries<Format>& q,
+                                const Visible& visible, int split, int next, float* out, float* maximum, float* sum) {
+  SplitView<typename Format::Elem> view;
+  view_split<Format, kQ>(kv, table, kv_head, visible, split, next, view);
+  if constexpr (Format::kPairs) {
+    int16_part<Isa, kQ>(kv, q, visible, view, out, maximum, sum);
+  } else {
+    float_part<Isa, Format, kQ>(kv, q.values, visible, view, out, maximum, sum);
+  }
+}
+
+template <class Isa, class Format>
+LLMCTL_INLINE void split_part_of(int rows, const Kv& kv, const int32_t* table, int kv_head,
+                                 const TileQueries<Format>& q, const Visible& visible, int split, int next, float* out, float* maximum,
                                  float* sum) {
   switch (rows) {
     case 1: return split_part<Isa, Format, 1>(kv, table, kv_head, q, visible, split, next, out, maximum, sum);
@@ -328,14 +276,14 @@ LLMCTL_INLINE void write_head(const Running& from, float* values, int head_dim, 
   }
 }
 
-// Query heads of a tile times `factor` as [head_dim][rows], and what each score row sees. Score row = query * heads +
-// head.
-LLMCTL_INLINE void open_tile(const AttendArgs& a, const AttendTile& tile, float factor, float* q, Visible& visible) {
-  const int rows = tile.queries * tile.heads, head_dim = a.kv.head_dim;
+// The queries of a tile, and what each score row sees. Score row = query * heads + head.
+template <class Isa, class Format>
+LLMCTL_INLINE void open_tile(const AttendArgs& a, const AttendTile& tile, TileQueries<Format>& q, Visible& visible) {
+  const int rows = tile.queries * tile.heads;
   for (int r = 0; r < rows; ++r) {
     const int row = tile.first_row + r / tile.heads;
-    const float* from = a.q.row(row) + static_cast<long>(tile.first_head + r % tile.heads) * head_dim;
-    for (int d = 0; d < head_dim; ++d) q[d * rows + r] = from[d] * factor;
+    set_query<Isa>(q, rows, r, a.q.row(row) + static_cast<long>(tile.first_head + r % tile.heads) * a.kv.head_dim,
+                   a.kv.head_dim);
     const Range seen = visible_range(a.batch.position[row], a.window);
     visible.first[r] = seen.begin;
     visible.end[r] = seen.end;
@@ -345,10 +293,11 @@ LLMCTL_INLINE void open_tile(const AttendArgs& a, const AttendTile& tile, float 
 template <class Isa, class Format>
 LLMCTL_NOINLINE void attend_split(const AttendArgs& a, const AttendTile& tile, int split, int next,
                                   float* partials) {
-  alignas(32) float q[kTileRows * kMaxHeadDim], out[kTileRows * kMaxHeadDim];
+  TileQueries<Format> q;
+  alignas(64) float out[kTileRows * kMaxHeadDim];
   float maximum[kTileRows], sum[kTileRows];
   Visible visible;
-  open_tile(a, tile, Format::kFactor, q, visible);
+  open_tile<Isa>(a, tile, q, visible);
   const int rows = tile.queries * tile.heads;
   const int32_t* table = a.kv.table + a.batch.slot[tile.first_row] * a.kv.max_blocks;
   split_part_of<Isa, Format>(rows, a.kv, table, tile.kv_head, q, visible, split, next, out, maximum, sum);
@@ -360,29 +309,60 @@ LLMCTL_NOINLINE void attend_split(const AttendArgs& a, const AttendTile& tile, i
   }
 }
 
-template <class Isa, class Format>
-LLMCTL_NOINLINE void attend_whole(const AttendArgs& a, const AttendTile& tile) {
-  alignas(32) float q[kTileRows * kMaxHeadDim], out[kTileRows * kMaxHeadDim], merged[kTileRows * kMaxHeadDim];
-  float maximum[kTileRows], sum[kTileRows];
+// A tile while its splits are merged.
+template <class Format>
+struct OpenTile {
+  TileQueries<Format> q;
+  alignas(64) float merged[kTileRows * kMaxHeadDim];
   Visible visible;
-  open_tile(a, tile, Format::kFactor, q, visible);
-  const int rows = tile.queries * tile.heads, head_dim = a.kv.head_dim;
-  const int32_t* table = a.kv.table + a.batch.slot[tile.first_row] * a.kv.max_blocks;
+  Range splits;
   Running running[kTileRows];
-  for (int r = 0; r < rows; ++r) running[r] = {kNever, 0.0f, merged + r * kMaxHeadDim};
-  const Range splits = tile_splits(a, tile);
-  for (int split = splits.begin; split < splits.end; ++split) {
-    split_part_of<Isa, Format>(rows, a.kv, table, tile.kv_head, q, visible, split, split + 1, out, maximum, sum);
-    for (int r = 0; r < rows; ++r) {
-      const Range own = split_range({visible.first[r], visible.end[r]});
-      if (split < own.begin || split >= own.end) continue;
-      merge_partial<Isa>(running[r], split == own.begin, out + r * kMaxHeadDim, maximum[r], sum[r], head_dim);
+};
+
+// The keys and values of a split are read by all tiles before the next: they come from memory once.
+template <class Isa, class Format>
+LLMCTL_NOINLINE void attend_whole(const AttendArgs& a, const AttendTile* tiles, int count) {
+  alignas(64) float out[kTileRows * kMaxHeadDim];
+  float maximum[kTileRows], sum[kTileRows];
+  OpenTile<Format> open[kWholeTiles];
+  const int head_dim = a.kv.head_dim;
+  const int32_t* table = a.kv.table + a.batch.slot[tiles[0].first_row] * a.kv.max_blocks;
+  Range all = tile_splits(a, tiles[0]);
+  for (int i = 0; i < count; ++i) {
+    OpenTile<Format>& tile = open[i];
+    open_tile<Isa>(a, tiles[i], tile.q, tile.visible);
+    tile.splits = tile_splits(a, tiles[i]);
+    all = {least(all.begin, tile.splits.begin), most(all.end, tile.splits.end)};
+    for (int r = 0; r < tiles[i].queries * tiles[i].heads; ++r) {
+      tile.running[r] = {kNever, 0.0f, tile.merged + r * kMaxHeadDim};
     }
   }
-  for (int r = 0; r < rows; ++r) {
-    const long head = tile.first_head + r % tile.heads;
-    float* values = a.act.row(tile.first_row + r / tile.heads) + head * head_dim;
-    write_head<Isa>(running[r], values, head_dim, a.kv.value_scale(tile.kv_head));
+  for (int split = all.begin; split < all.end; ++split) {
+    for (int i = 0; i < count; ++i) {
+      OpenTile<Format>& tile = open[i];
+      if (split < tile.splits.begin || split >= tile.splits.end) continue;
+      const int rows = tiles[i].queries * tiles[i].heads;
+      const bool first = a.window == 0 && split == 0;  // of every row
+      split_part_of<Isa, Format>(rows, a.kv, table, tiles[i].kv_head, tile.q, tile.visible, split, split + 1,
+                                 first ? tile.merged : out, maximum, sum);
+      for (int r = 0; r < rows; ++r) {
+        if (first) {
+          tile.running[r].maximum = maximum[r];
+          tile.running[r].sum = sum[r];
+          continue;
+        }
+        const Range own = split_range({tile.visible.first[r], tile.visible.end[r]});
+        if (split < own.begin || split >= own.end) continue;
+        merge_partial<Isa>(tile.running[r], split == own.begin, out + r * kMaxHeadDim, maximum[r], sum[r], head_dim);
+      }
+    }
+  }
+  for (int i = 0; i < count; ++i) {
+    for (int r = 0; r < tiles[i].queries * tiles[i].heads; ++r) {
+      const long head = tiles[i].first_head + r % tiles[i].heads;
+      float* values = a.act.row(tiles[i].first_row + r / tiles[i].heads);
+      write_head<Isa>(open[i].running[r], values + head * head_dim, head_dim, a.kv.value_scale(tiles[i].kv_head));
+    }
   }
 }
 

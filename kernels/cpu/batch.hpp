@@ -74,18 +74,19 @@ struct Act {
   float* row(long i) const { return values + i * k; }
 };
 
-enum class KvKind : int { f32, f16, bf16, fp8_e4m3, fp8_e5m2, int8 };
-constexpr int kKvKinds = 6;
+enum class KvKind : int { f32, f16, bf16, fp8_e4m3, fp8_e5m2, int8, int16 };
+constexpr int kKvKinds = 7;
 
 // Bytes of a value, and of the scale of a token's K or V in one head.
 constexpr long kv_value_bytes(KvKind kind) {
-  return kind == KvKind::f32 ? 4 : kind == KvKind::f16 || kind == KvKind::bf16 ? 2 : 1;
+  return kind == KvKind::f32 ? 4 : kind == KvKind::f16 || kind == KvKind::bf16 || kind == KvKind::int16 ? 2 : 1;
 }
-constexpr long kv_scale_bytes(KvKind kind) { return kind == KvKind::int8 ? 2 : 0; }
+constexpr long kv_scale_bytes(KvKind kind) { return kind == KvKind::int8 || kind == KvKind::int16 ? 2 : 0; }
 
 // One layer of a paged KV arena, and the block table of its group: int32 [max_slots, max_blocks].
 // In a block, from layer_offset on, per KV head: K [head_dim][block_size], then V [block_size][head_dim], each followed
-// by its scales, bfloat16 [block_size], if the kind has any.
+// by its scales, bfloat16 [block_size], if the kind has any. int16 has two consecutive dimensions of K and two
+// consecutive positions of V side by side: K [head_dim / 2][block_size][2], V [block_size / 2][head_dim][2].
 struct Kv {
   KvKind kind;
   uint8_t* arena;

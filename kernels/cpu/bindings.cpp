@@ -152,6 +152,7 @@ KvKind kv_kind(const std::string& kind) {
   if (kind == "fp8_e4m3") return KvKind::fp8_e4m3;
   if (kind == "fp8_e5m2") return KvKind::fp8_e5m2;
   if (kind == "int8") return KvKind::int8;
+  if (kind == "int16") return KvKind::int16;
   refuse("unknown KV format `" + kind + "`");
 }
 
@@ -403,12 +404,12 @@ NB_MODULE(_cpu, m) {
       .def(
           "__init__",
           [](KvCopyArgs* self, Address arena, long block_stride, int num_layers, int block_size, int num_kv_heads,
-             int head_dim, long value_bytes, long scale_bytes) {
-            new (self) KvCopyArgs{at<uint8_t>(arena), block_stride, num_layers,  block_size,
-                                  num_kv_heads,       head_dim,     value_bytes, scale_bytes};
+             int head_dim, long value_bytes, long scale_bytes, bool pairs) {
+            new (self) KvCopyArgs{at<uint8_t>(arena), block_stride, num_layers,  block_size, num_kv_heads,
+                                  head_dim,           value_bytes,  scale_bytes, pairs};
           },
           "arena"_a, "block_stride"_a, "num_layers"_a, "block_size"_a, "num_kv_heads"_a, "head_dim"_a, "value_bytes"_a,
-          "scale_bytes"_a)
+          "scale_bytes"_a, "pairs"_a)
       .def("__call__", &kv_copy, "source"_a, "target"_a, "tokens"_a, Released());
 
   nb::class_<Sampler>(m, "Sampler")

@@ -41,6 +41,7 @@ LLMCTL_INLINE constexpr Table make_table() {
   set_attend<Isa, KvE4m3>(t, KvKind::fp8_e4m3);
   set_attend<Isa, KvE5m2>(t, KvKind::fp8_e5m2);
   set_attend<Isa, KvInt8>(t, KvKind::int8);
+  set_attend<Isa, KvInt16>(t, KvKind::int16);
   t.attend_merge = attend_merge<Isa>;
   t.act_mul = act_mul_rows<Isa>;
   t.sample = sample_rows<Isa>;

@@ -75,6 +75,11 @@ struct Avx2 {
   LLMCTL_INLINE F min(F a, F b) { return _mm256_min_ps(a, b); }
   LLMCTL_INLINE F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }    // a * b + c
   LLMCTL_INLINE F fnma(F a, F b, F c) { return _mm256_fnmadd_ps(a, b, c); }  // c - a * b
+  LLMCTL_INLINE F round(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  // a * 2^n for an integer -126 <= n <= 127.
+  LLMCTL_INLINE F times_power(F a, F n) {
+    return mul(a, bits_f(shift_left<23>(add_i(to_int(n), set1_i(127)))));
+  }
   LLMCTL_INLINE F abs(F a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
   // Sum and maximum of the lanes, in one fixed tree: (i, i + 4), then (i, i + 2), then (0, 1).
   LLMCTL_INLINE float sum(F a) {
@@ -93,6 +98,8 @@ struct Avx2 {
   LLMCTL_INLINE F equal(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
   LLMCTL_INLINE F select(F mask, F yes, F no) { return _mm256_blendv_ps(no, yes, mask); }
   LLMCTL_INLINE unsigned mask_bits(F mask) { return static_cast<unsigned>(_mm256_movemask_ps(mask)); }
+  // Lanes begin <= i < end of `in`, the others of `out`.
+  LLMCTL_INLINE F keep(F in, int begin, int end, F out) { return select(lanes(begin, end), in, out); }
   // Mask of the lanes begin <= i < end (any ints).
   LLMCTL_INLINE F lanes(int begin, int end) {
     const __m256i i = lane_index();
@@ -209,6 +216,7 @@ struct Avx2 {
   using Codes2 = __m256i;  // 8 columns x 2 consecutive k, int16
   using X2 = __m256i;      // 2 int16 activations, repeated
   LLMCTL_INLINE Codes2 load_codes2(const int8_t* p) { return _mm256_cvtepi8_epi16(load_128(p)); }
+  LLMCTL_INLINE Codes2 load_pairs(const int16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
   LLMCTL_INLINE X2 broadcast_x2(const int16_t* x) {
     int32_t word;
     std::memcpy(&word, x, 4);
@@ -278,6 +286,8 @@ struct Generic {
   // Two roundings: a libm call per lane would be the other way.
   LLMCTL_INLINE F fma(F a, F b, F c) { return a * b + c; }
   LLMCTL_INLINE F fnma(F a, F b, F c) { return c - a * b; }
+  LLMCTL_INLINE F round(F a) { return to_float(to_int(a)); }
+  LLMCTL_INLINE F times_power(F a, F n) { return a * bits_f(I((U(to_int(n)) + 127u) << 23)); }
   LLMCTL_INLINE F abs(F a) { return bits_f(bits_i(a) & 0x7FFFFFFF); }
   LLMCTL_INLINE float sum(F a) { return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7])); }
   LLMCTL_INLINE float max_lane(F a) {
@@ -298,6 +308,7 @@ struct Generic {
     for (int i = 0; i < kLanes; ++i) bits |= (m[i] < 0 ? 1u : 0u) << i;
     return bits;
   }
+  LLMCTL_INLINE F keep(F in, int begin, int end, F out) { return select(lanes(begin, end), in, out); }
   LLMCTL_INLINE F lanes(int begin, int end) {
     const I i = lane_index();
     return bits_f(I(i >= set1_i(begin)) & I(i < set1_i(end)));
@@ -409,6 +420,10 @@ struct Generic {
   LLMCTL_INLINE Codes2 load_codes2(const int8_t* p) {
     const I words = I(load_words(p));
     return Codes2{{words << 24 >> 24, words << 16 >> 24}};
+  }
+  LLMCTL_INLINE Codes2 load_pairs(const int16_t* p) {
+    const I words = I(load_u(p));
+    return Codes2{{words << 16 >> 16, words >> 16}};
   }
   LLMCTL_INLINE X2 broadcast_x2(const int16_t* x) { return X2{{set1_i(x[0]), set1_i(x[1])}}; }
   LLMCTL_INLINE I dot2(I sum, const Codes2& w, const X2& x) { return sum + w.k[0] * x.k[0] + w.k[1] * x.k[1]; }

@@ -24,7 +24,18 @@ struct Avx512 : Avx2 {
     LLMCTL_INLINE F broadcast(const float* p) { return _mm512_set1_ps(*p); }
     LLMCTL_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
     LLMCTL_INLINE void store(float* p, F v) { _mm512_storeu_ps(p, v); }
+    LLMCTL_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
+    LLMCTL_INLINE F sub(F a, F b) { return _mm512_sub_ps(a, b); }
     LLMCTL_INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+    LLMCTL_INLINE F max(F a, F b) { return _mm512_max_ps(a, b); }
+    LLMCTL_INLINE F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+    LLMCTL_INLINE F times_power(F a, F n) { return _mm512_scalef_ps(a, n); }
+    LLMCTL_INLINE F fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
+    LLMCTL_INLINE F keep(F in, int begin, int end, F out) {
+      const __m512i i = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+      const __mmask16 from = _mm512_cmpge_epi32_mask(i, _mm512_set1_epi32(begin));
+      return _mm512_mask_blend_ps(_mm512_mask_cmplt_epi32_mask(from, i, _mm512_set1_epi32(end)), out, in);
+    }
     LLMCTL_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
     LLMCTL_INLINE F load_f16(const uint16_t* p) { return _mm512_cvtph_ps(load_256(p)); }
     LLMCTL_INLINE F load_bf16(const uint16_t* p) {
@@ -76,6 +87,10 @@ struct Avx512 : Avx2 {
     using Codes2 = __m512i;
     using X2 = __m512i;
     LLMCTL_INLINE Codes2 load_codes2(const int8_t* p) { return _mm512_cvtepi8_epi16(load_256(p)); }
+    LLMCTL_INLINE Codes2 load_pairs(const int16_t* p) { return _mm512_loadu_si512(p); }
+    LLMCTL_INLINE void store_i16(int16_t* p, I v) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(v));
+    }
     LLMCTL_INLINE X2 broadcast_x2(const int16_t* x) { return broadcast_word(x); }
     LLMCTL_INLINE I dot2(I sum, Codes2 w, X2 x) { return _mm512_dpwssd_epi32(sum, w, x); }
 

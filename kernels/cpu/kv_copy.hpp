@@ -17,10 +17,12 @@ struct KvCopyArgs {
   int head_dim;
   long value_bytes;
   long scale_bytes;
+  bool pairs;  // the layout of int16
 };
 
 // K is [head_dim][block_size]: `tokens` values at the head of each of its rows; V is [block_size][head_dim]: one run.
-// Each has its scales [block_size] behind it.
+// With pairs K has half as many rows of pairs, and an odd token ends in the first values of a row of V's pairs. Each
+// has its scales [block_size] behind it.
 inline void kv_copy(const KvCopyArgs& a, long source, long target, long tokens) {
   if (source == target) return;
   const long row_bytes = a.block_size * a.value_bytes;
@@ -34,10 +36,16 @@ inline void kv_copy(const KvCopyArgs& a, long source, long target, long tokens) 
     return;
   }
   for (long unit = 0; unit < units; ++unit, from += 2 * half_bytes, to += 2 * half_bytes) {
-    for (long d = 0; d < a.head_dim; ++d) {
-      std::memcpy(to + d * row_bytes, from + d * row_bytes, static_cast<std::size_t>(tokens * a.value_bytes));
+    const long together = a.pairs ? 2 : 1, key_row = together * row_bytes, whole = tokens / together * together;
+    for (long d = 0; d < a.head_dim / together; ++d) {
+      std::memcpy(to + d * key_row, from + d * key_row, static_cast<std::size_t>(tokens * together * a.value_bytes));
     }
-    std::memcpy(to + half_bytes, from + half_bytes, static_cast<std::size_t>(tokens * a.head_dim * a.value_bytes));
+    const long whole_bytes = whole * a.head_dim * a.value_bytes;
+    std::memcpy(to + half_bytes, from + half_bytes, static_cast<std::size_t>(whole_bytes));
+    for (long d = 0; whole < tokens && d < a.head_dim; ++d) {
+      const long at = half_bytes + whole_bytes + d * together * a.value_bytes;
+      std::memcpy(to + at, from + at, static_cast<std::size_t>(a.value_bytes));
+    }
     for (const long scales : {values_bytes, half_bytes + values_bytes}) {
       std::memcpy(to + scales, from + scales, static_cast<std::size_t>(tokens * a.scale_bytes));
     }

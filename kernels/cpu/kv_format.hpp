@@ -4,6 +4,7 @@
 //   kFactor  what a loaded value is to be multiplied by; a power of two, so that it can be done anywhere without a trace
 //   kScaled  a value is code * scale, with a scale per token: stores take values divided by it
 //   kMarked  loads do not show the NaN that marks a token (formats.py): it has to be looked for
+//   kPairs   the layout of batch.hpp with pairs: attention computes with the codes themselves
 #pragma once
 
 #include "batch.hpp"
@@ -24,7 +25,7 @@ LLMCTL_INLINE KvHalf half_of(const Kv& kv, long block, int kv_head, int half) {
 struct KvF32 {
   using Elem = float;
   static constexpr float kFactor = 1.0f;
-  static constexpr bool kScaled = false, kMarked = false;
+  static constexpr bool kScaled = false, kMarked = false, kPairs = false;
   template <class Isa>
   LLMCTL_INLINE typename Isa::F load(const Elem* p) {
     return Isa::load(p);
@@ -38,7 +39,7 @@ struct KvF32 {
 struct KvF16 {
   using Elem = uint16_t;
   static constexpr float kFactor = 1.0f;
-  static constexpr bool kScaled = false, kMarked = false;
+  static constexpr bool kScaled = false, kMarked = false, kPairs = false;
   template <class Isa>
   LLMCTL_INLINE typename Isa::F load(const Elem* p) {
     return Isa::load_f16(p);
@@ -52,7 +53,7 @@ struct KvF16 {
 struct KvBf16 {
   using Elem = uint16_t;
   static constexpr float kFactor = 1.0f;
-  static constexpr bool kScaled = false, kMarked = false;
+  static constexpr bool kScaled = false, kMarked = false, kPairs = false;
   template <class Isa>
   LLMCTL_INLINE typename Isa::F load(const Elem* p) {
     return Isa::load_bf16(p);
@@ -88,7 +89,7 @@ constexpr uint8_t kFp8Nan = 0x7F;  // in both formats
 struct KvE4m3 {
   using Elem = uint8_t;
   static constexpr float kFactor = 256.0f;
-  static constexpr bool kScaled = false, kMarked = true;
+  static constexpr bool kScaled = false, kMarked = true, kPairs = false;
   static constexpr float kLargest = 448.0f;
   template <class Isa>
   LLMCTL_INLINE typename Isa::F load(const Elem* p) {
@@ -108,7 +109,7 @@ struct KvE4m3 {
 struct KvE5m2 {
   using Elem = uint8_t;
   static constexpr float kFactor = 1.0f;
-  static constexpr bool kScaled = false, kMarked = false;
+  static constexpr bool kScaled = false, kMarked = false, kPairs = false;
   static constexpr float kLargest = 57344.0f;
   template <class Isa>
   LLMCTL_INLINE typename Isa::F load(const Elem* p) {
@@ -123,7 +124,7 @@ struct KvE5m2 {
 struct KvInt8 {
   using Elem = int8_t;
   static constexpr float kFactor = 1.0f;
-  static constexpr bool kScaled = true, kMarked = false;
+  static constexpr bool kScaled = true, kMarked = false, kPairs = false;
   template <class Isa>
   LLMCTL_INLINE typename Isa::F load(const Elem* p) {
     return Isa::load_i8(p);
@@ -132,6 +133,13 @@ struct KvInt8 {
   LLMCTL_INLINE void store(Elem* p, typename Isa::F v) {
     Isa::store_i8(p, Isa::to_int(Isa::max(Isa::set1(-127.0f), Isa::min(Isa::set1(127.0f), v))));
   }
+};
+
+// The largest codes are such that integer sums over kExactRun products are exact (attend_int16.hpp).
+struct KvInt16 {
+  using Elem = int16_t;
+  static constexpr bool kScaled = true, kMarked = false, kPairs = true;
+  static constexpr float kKeyTop = 8191.0f, kValueTop = 2047.0f;
 };
 
 }  // namespace llmctl::cpu

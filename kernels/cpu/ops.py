@@ -204,6 +204,7 @@ def build_kv_copy(args: KVCopyArgs) -> CpuKVCopy:
         args.head_dim,
         args.format.bytes_per_value,
         args.format.scale_bytes,
+        args.format.pairs,
     )
     return CpuKVCopy(native, args)
 

@@ -2,7 +2,7 @@
 //
 // A task is one row and one KV head with the query heads that read it. K goes to column `position % block_size` of the
 // block's [head_dim][block_size], V to row `position % block_size` of [block_size][head_dim], rounded to nearest even.
-// What becomes of values that an 8-bit format cannot hold is said in formats.py.
+// What becomes of values that a format cannot hold is said in formats.py.
 #pragma once
 
 #include "kv_format.hpp"
@@ -49,14 +49,14 @@ LLMCTL_INLINE bool has_nan(const float* x, int count) {
   return fine != 0xFF;
 }
 
-// absmax / 127, rounded up to bfloat16 so that no code is above 127; never 0, and finite also for infinity.
+// absmax / top, rounded up to bfloat16 so that no code is above `top`; never 0, and finite also for infinity.
 template <class Isa>
-LLMCTL_INLINE uint16_t scale_of(const float* x, int count) {
+LLMCTL_INLINE uint16_t scale_of(const float* x, int count, float top_code) {
   using F = typename Isa::F;
   F top = Isa::set1(1e-30f);
   for (int d = 0; d < count; d += kLanes) top = Isa::max(Isa::abs(nan_to_zero<Isa>(Isa::load(x + d))), top);
   const float largest = Isa::max_lane(Isa::min(top, Isa::set1(__FLT_MAX__)));
-  return static_cast<uint16_t>((bits_as<uint32_t>(largest / 127.0f) + 0xFFFF) >> 16);
+  return static_cast<uint16_t>((bits_as<uint32_t>(largest / top_code) + 0xFFFF) >> 16);
 }
 
 // What an 8-bit format makes of 8 values, in place; `scale` is the token's.
@@ -134,8 +134,8 @@ LLMCTL_INLINE void store_bytes(const RopeStoreArgs& a, const float* k, const flo
   Elem* row_of_v = reinterpret_cast<Elem*>(values.values) + static_cast<long>(offset) * kv.head_dim;
   F k_scale = Isa::set1(1.0f), v_scale = k_scale;
   if constexpr (Format::kScaled) {
-    keys.scales[offset] = scale_of<Isa>(k, kv.head_dim);
-    values.scales[offset] = scale_of<Isa>(v, kv.head_dim);
+    keys.scales[offset] = scale_of<Isa>(k, kv.head_dim, 127.0f);
+    values.scales[offset] = scale_of<Isa>(v, kv.head_dim, 127.0f);
     k_scale = Isa::set1(bits_as<float>(uint32_t{keys.scales[offset]} << 16));
     v_scale = Isa::set1(bits_as<float>(uint32_t{values.scales[offset]} << 16));
   }
@@ -160,6 +160,34 @@ LLMCTL_INLINE void store_bytes(const RopeStoreArgs& a, const float* k, const flo
       *column_of_k = kFp8Nan;
     }
   }
+}
+
+// Codes of one head's K or V: code d goes to codes[d / 2 * pair_stride + d % 2 * step]; returns its scale.
+template <class Isa>
+LLMCTL_INLINE uint16_t store_int16(const float* x, int head_dim, float top, int16_t* codes, long pair_stride,
+                                   long step) {
+  using F = typename Isa::F;
+  const uint16_t scale = scale_of<Isa>(x, head_dim, top);
+  const F s = Isa::set1(bits_as<float>(uint32_t{scale} << 16)), high = Isa::set1(top), low = Isa::set1(-top);
+  for (int d = 0; d < head_dim; d += kLanes) {
+    int16_t eight[kLanes];
+    const F code = Isa::div(nan_to_zero<Isa>(Isa::load(x + d)), s);
+    Isa::store_i16(eight, Isa::to_int(Isa::max(low, Isa::min(high, code))));
+    for (int i = 0; i < kLanes; ++i) codes[(d + i) / 2 * pair_stride + (d + i) % 2 * step] = eight[i];
+  }
+  return scale;
+}
+
+template <class Isa>
+LLMCTL_INLINE void store_pairs(const Kv& kv, const float* k, const float* v, long block, int kv_head, int offset) {
+  constexpr uint16_t kBf16Nan = 0x7FC0;
+  const KvHalf keys = half_of(kv, block, kv_head, 0), values = half_of(kv, block, kv_head, 1);
+  int16_t* column_of_k = reinterpret_cast<int16_t*>(keys.values) + 2 * offset;
+  int16_t* row_of_v =
+      reinterpret_cast<int16_t*>(values.values) + static_cast<long>(offset / 2) * 2 * kv.head_dim + offset % 2;
+  keys.scales[offset] = store_int16<Isa>(k, kv.head_dim, KvInt16::kKeyTop, column_of_k, 2L * kv.block_size, 1);
+  values.scales[offset] = store_int16<Isa>(v, kv.head_dim, KvInt16::kValueTop, row_of_v, 4, 2);
+  if (has_nan<Isa>(k, kv.head_dim) || has_nan<Isa>(v, kv.head_dim)) keys.scales[offset] = kBf16Nan;
 }
 
 template <class Isa, class Format>
@@ -200,6 +228,7 @@ LLMCTL_NOINLINE void rope_store_tasks(const RopeStoreArgs& a, int task_begin, in
       case KvKind::fp8_e4m3: store_bytes<Isa, KvE4m3>(a, k, v, block, kv_head, offset, cos, sin); break;
       case KvKind::fp8_e5m2: store_bytes<Isa, KvE5m2>(a, k, v, block, kv_head, offset, cos, sin); break;
       case KvKind::int8: store_bytes<Isa, KvInt8>(a, k, v, block, kv_head, offset, cos, sin); break;
+      case KvKind::int16: store_pairs<Isa>(a.kv, k, v, block, kv_head, offset); break;
     }
   }
 }

@@ -216,9 +216,11 @@ struct Tiling {
     queries = kTileRows / chunk_heads;
   }
 
-  // Calls visit(tile) for every tile, KV heads outside: the tiles of one head follow one another and share its keys.
+  // Calls visit(tiles, count) for every run of at most `together` tiles of one sequence and KV head, KV heads outside:
+  // the tiles of one head follow one another and share its keys.
   template <class Visit>
-  void each(const AttendArgs& a, Visit&& visit) const {
+  void each(const AttendArgs& a, int together, Visit&& visit) const {
+    AttendTile tiles[kWholeTiles];
     const int seqs = count_of(a.batch, kSeqs);
     for (int kv_head = 0; kv_head < a.kv.num_kv_heads; ++kv_head) {
       for (int chunk = 0; chunk < head_chunks; ++chunk) {
@@ -226,9 +228,13 @@ struct Tiling {
         const int heads = std::min(chunk_heads, heads_per_kv - first_head);
         for (int s = 0; s < seqs; ++s) {
           const int first = a.batch.seq_first[s], rows = a.batch.seq_rows[s];
-          for (int i = 0; i < rows; i += queries) {
-            visit(AttendTile{first + i, std::min(queries, rows - i), kv_head, kv_head * heads_per_kv + first_head,
-                             heads});
+          for (int i = 0; i < rows;) {
+            int count = 0;
+            for (; count < together && i < rows; i += queries) {
+              tiles[count++] = {first + i, std::min(queries, rows - i), kv_head, kv_head * heads_per_kv + first_head,
+                                heads};
+            }
+            visit(tiles, count);
           }
         }
       }
@@ -242,7 +248,7 @@ struct Tiling {
   }
 };
 
-// Few tiles: a task is one split of a tile, to the workspace. Many: a task is a whole tile, to the act's values.
+// Few tiles: a task is one split of a tile, to the workspace. Many: a task is a run of whole tiles, to the act's values.
 struct AttendPlan {
   static constexpr int kTilesPerThread = 16;
 
@@ -272,15 +278,15 @@ class AttendStage final : public Stage {
     float* partials = Workspace::instance().data();
     const bool by_split = AttendPlan::splits_are_tasks(args_, tiling_, share.threads);
     int mine = share.take(), task = 0;
-    tiling_.each(args_, [&](const AttendTile& tile) {
-      const Range splits = by_split ? tile_splits(args_, tile) : Range{0, 1};
+    tiling_.each(args_, by_split ? 1 : kWholeTiles, [&](const AttendTile* tiles, int count) {
+      const Range splits = by_split ? tile_splits(args_, tiles[0]) : Range{0, 1};
       const int next = task + splits.end - splits.begin;
       for (; mine < next; mine = share.take()) {
         if (by_split) {
           const int split = splits.begin + mine - task;
-          split_(args_, tile, split, split + share.threads, partials);
+          split_(args_, tiles[0], split, split + share.threads, partials);
         } else {
-          whole_(args_, tile);
+          whole_(args_, tiles, count);
         }
       }
       task = next;
@@ -296,7 +302,7 @@ class AttendStage final : public Stage {
 
  private:
   void (*split_)(const AttendArgs&, const AttendTile&, int, int, float*);
-  void (*whole_)(const AttendArgs&, const AttendTile&);
+  void (*whole_)(const AttendArgs&, const AttendTile*, int);
   AttendArgs args_;
   Tiling tiling_;
 };

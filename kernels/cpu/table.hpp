@@ -120,6 +120,8 @@ constexpr std::size_t sample_scratch_bytes(int vocab_size) {
 constexpr int kTileRows = 6;      // score rows of a query tile: 6 rows x 2 vectors fill the registers
 constexpr int kPartialExtra = 8;  // floats of a partial behind its output: maximum, sum, padding
 
+constexpr int kWholeTiles = 8;    // tiles that pass over the context together, so that they share what comes from memory
+
 // One query tile of attention: queries of one sequence times query heads of one KV head, at most kTileRows together.
 struct AttendTile {
   int first_row;  // of the batch
@@ -160,8 +162,8 @@ struct Table {
   void (*rope_store)(const RopeStoreArgs&, int task_begin, int task_end);
   // One split of a tile to `partials` (layout: attend.hpp); `next` is the one that the thread will probably do next.
   void (*attend_split[kKvKinds])(const AttendArgs&, const AttendTile&, int split, int next, float* partials);
-  // All splits of a tile, merged, to rows 0.. of the act's values.
-  void (*attend_whole[kKvKinds])(const AttendArgs&, const AttendTile&);
+  // All splits of up to kWholeTiles tiles of one sequence and KV head, merged, to rows 0.. of the act's values.
+  void (*attend_whole[kKvKinds])(const AttendArgs&, const AttendTile* tiles, int count);
   // Merge `partials` (null: values are already in rows 0.. of the act) to the act's rows from act_row, with their
   // forms.
   void (*attend_merge)(const AttendArgs&, const float* partials, int row_begin, int row_end, int act_row);

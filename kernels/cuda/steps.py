@@ -28,6 +28,7 @@ from ..ops import (
     F32Array,
     KVCopy,
     KVCopyArgs,
+    KVLayer,
     NormArgs,
     PackedWeight,
     RopeStoreArgs,
@@ -134,7 +135,7 @@ def build_act_mul(args: ActMulArgs, machine: Machine) -> tuple[StepOp]:
 def refuse_rope_store(args: RopeStoreArgs) -> str | None:
     if (args.q_norm is None) != (args.k_norm is None):
         return "a norm of queries or of keys alone"
-    return _refuse_cache(args.q, args.kv.format.kind, args.kv.head_dim, args.kv.block_size)
+    return _refuse_cache(args.q, args.kv)
 
 
 def build_rope_store(args: RopeStoreArgs, machine: Machine) -> tuple[StepOp]:
@@ -174,9 +175,7 @@ def build_rope_store(args: RopeStoreArgs, machine: Machine) -> tuple[StepOp]:
 
 def refuse_attend(args: AttendArgs) -> str | None:
     width = args.num_heads * args.kv.head_dim
-    return refuse_rows(args.act.values, width) or _refuse_cache(
-        args.q, args.kv.format.kind, args.kv.head_dim, args.kv.block_size
-    )
+    return refuse_rows(args.act.values, width) or _refuse_cache(args.q, args.kv)
 
 
 def build_attend(args: AttendArgs, machine: Machine) -> tuple[StepOp]:
@@ -275,14 +274,19 @@ def as_stored(values: F32Array, dtype: str) -> AnyArray:
     return values.astype(np.float16) if dtype == "f16" else values
 
 
-def _refuse_cache(q: AnyArray, kv: str, head_dim: int, block_size: int) -> str | None:
+def _refuse_cache(q: AnyArray, kv: KVLayer) -> str | None:
+    kind = kv.format.kind
     if q.dtype not in DTYPES:
         return f"activations are {q.dtype}"
-    if kv in ("f32", "f16", "bf16") and kv != DTYPES[q.dtype]:
-        return f"a {kv} cache with {DTYPES[q.dtype]} activations"
-    if head_dim % 32 != 0 or not 32 <= head_dim <= 256:
-        return f"heads of {head_dim} dimensions; multiples of 32 up to 256 are known"
-    return None if block_size in (16, 32, 64) else f"blocks of {block_size} tokens; 16, 32 and 64 are known"
+    if kind in ("f32", "f16", "bf16") and kind != DTYPES[q.dtype]:
+        return f"a {kind} cache with {DTYPES[q.dtype]} activations"
+    if kv.head_dim % 32 != 0 or not 32 <= kv.head_dim <= 256:
+        return f"heads of {kv.head_dim} dimensions; multiples of 32 up to 256 are known"
+    if kv.scales is not None:
+        return f"a {kind} cache with scales of its layer"
+    if kv.steering is not None:
+        return f"a {kind} cache whose keys are rounded by steering"
+    return None if kv.block_size in (16, 32, 64) else f"blocks of {kv.block_size} tokens; 16, 32 and 64 are known"
 
 
 def _at(machine: Machine, array: AnyArray) -> ctypes.c_void_p:

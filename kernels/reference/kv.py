@@ -1,6 +1,6 @@
 """One KV head of one layer in a paged arena: K transposed, V and their scales in every block, as tensors.
 
-How values are rounded to the 8-bit formats is said here once, for all ops of the reference.
+How values are rounded to the formats with scales and to float8 is said here once, for all ops of the reference.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..formats import FP8_LARGEST, KVFormat
+from ..formats import FLOAT_BYTES, FP8_LARGEST, KVFormat
 from ..ops import AnyArray, KVLayer, U8Array
 
 _STORED: dict[str, type[np.generic]] = {
-    "f32": np.float32, "f16": np.float16, "bf16": np.uint16, "fp8_e4m3": np.uint8, "fp8_e5m2": np.uint8, "int8": np.int8
+    "f32": np.float32, "f16": np.float16, "bf16": np.uint16, "fp8_e4m3": np.uint8, "fp8_e5m2": np.uint8,
+    "int8": np.int8, "int16": np.int16,
 }  # fmt: skip
 _TORCH = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_TOP_CODES = {"int8": (127, 127), "int16": (8191, 2047)}  # of K and V
 _SMALLEST = 1e-30  # as absmax: a scale is never 0
 _F32_MAX = float(np.finfo(np.float32).max)
 
@@ -25,7 +27,8 @@ _F32_MAX = float(np.finfo(np.float32).max)
 class HeadView:
     """Views of the arena; the scales are None if the format has none.
 
-    keys    [blocks, head_dim, block_size];  values  [blocks, block_size, head_dim]
+    keys    [blocks, head_dim / n, n, block_size];  values  [blocks, block_size / n, n, head_dim], where n values lie
+            side by side: 2 in a format of pairs, else 1
     key_scales, value_scales  bfloat16 [blocks, block_size]
     """
 
@@ -37,8 +40,8 @@ class HeadView:
 
     def read(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(K, V), float64 [tokens, head_dim] each, of all positions in the blocks of the table."""
-        head_dim = self.keys.shape[1]
-        k = _pick(self.keys, table).transpose(1, 2).reshape(-1, head_dim)
+        head_dim = self.values.shape[-1]
+        k = _pick(self.keys, table).permute(0, 3, 1, 2).reshape(-1, head_dim)
         v = _pick(self.values, table).reshape(-1, head_dim)
         if self.key_scales is not None and self.value_scales is not None:
             k = k * _pick(self.key_scales, table).reshape(-1, 1)
@@ -50,19 +53,22 @@ class HeadView:
 
         An 8-bit format has the values `near_k` in place of K, with the scale of K.
         """
-        if self.format.bytes_per_value > 1:
-            self.keys[block, :, inside] = k.to(self.keys.dtype)
-            self.values[block, inside, :] = v.to(self.values.dtype)
+        together = self.keys.shape[2]
+        keys, values = self.keys[block, :, :, inside], self.values[block, inside // together, inside % together]
+        if self.format.kind in FLOAT_BYTES:
+            keys.copy_(k.view(-1, together))
+            values.copy_(v)
             return
         broken = bool(k.isnan().any() or v.isnan().any())
         k, v, near_k = (x.where(~x.isnan(), 0.0) for x in (k, v, near_k))
         if self.key_scales is not None and self.value_scales is not None:
-            for x, near, codes, scales in (
-                (k, near_k, self.keys[block, :, inside], self.key_scales),
-                (v, v, self.values[block, inside], self.value_scales),
+            tops = _TOP_CODES[self.format.kind]
+            for x, near, codes, scales, top in (
+                (k, near_k, keys, self.key_scales, tops[0]),
+                (v, v, values, self.value_scales, tops[1]),
             ):
-                scale = token_scale(x)
-                codes.copy_(torch.round(near / scale).clamp(-127, 127).to(torch.int8))
+                scale = token_scale(x, top)
+                codes.copy_(torch.round(near / scale).clamp(-top, top).view(codes.shape))
                 scales[block, inside] = scale.to(torch.bfloat16)
             if broken:
                 self.key_scales[block, inside] = torch.nan
@@ -71,13 +77,15 @@ class HeadView:
         k = near_k.clamp(-limit, limit)
         if broken:
             k[0] = torch.nan
-        self.keys[block, :, inside] = k.to(self.keys.dtype)
-        self.values[block, inside, :] = v.clamp(-limit, limit).to(self.values.dtype)
+        keys.copy_(k.view(-1, together))
+        values.copy_(v.clamp(-limit, limit))
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first tokens of one block to another."""
-        self.keys[target, :, :tokens] = self.keys[source, :, :tokens]
-        self.values[target, :tokens] = self.values[source, :tokens]
+        self.keys[target, ..., :tokens] = self.keys[source, ..., :tokens]
+        for inside in range(tokens):
+            at = divmod(inside, self.keys.shape[2])
+            self.values[(target, *at)] = self.values[(source, *at)]
         for scales in (self.key_scales, self.value_scales):
             if scales is not None:
                 scales[target, :tokens] = scales[source, :tokens]
@@ -89,9 +97,9 @@ def key_and_value_scales(kv: KVLayer) -> tuple[torch.Tensor, torch.Tensor]:
     return scales[0], scales[1]
 
 
-def token_scale(x: torch.Tensor) -> torch.Tensor:
-    """The scale of an int8 K or V, float32 [head_dim] or of many [..., head_dim]: a bfloat16 as float32."""
-    return _bfloat16_above(x.abs().amax(dim=-1).clamp(_SMALLEST, _F32_MAX) / 127).float()
+def token_scale(x: torch.Tensor, top: int = 127) -> torch.Tensor:
+    """The scale of a K or V, float32 [head_dim] or of many [..., head_dim], up to code `top`: a bfloat16 as float32."""
+    return _bfloat16_above(x.abs().amax(dim=-1).clamp(_SMALLEST, _F32_MAX) / top).float()
 
 
 def within_range(kind: str, x: torch.Tensor) -> torch.Tensor:
@@ -126,8 +134,13 @@ def view_of(
     if format.scale_bytes:
         ends = (first + half, first + 2 * half)
         scales = [_tensor(blocks[:, end - block_size * 2 : end].view(np.uint16), "bf16") for end in ends]
+    together = 2 if format.pairs else 1
     return HeadView(
-        keys.view(-1, head_dim, block_size), values.view(-1, block_size, head_dim), scales[0], scales[1], format
+        keys.view(-1, head_dim // together, block_size, together).transpose(2, 3),
+        values.view(-1, block_size // together, head_dim, together).transpose(2, 3),
+        scales[0],
+        scales[1],
+        format,
     )
 
 

@@ -79,7 +79,7 @@ def test_pool_holds_at_least_one_full_sequence_even_if_that_is_more_than_a_quart
 
 
 def test_length_that_does_not_fit_is_an_error_with_one_that_does():
-    with pytest.raises(CapacityError, match="one sequence of 8192 tokens needs 180 MiB") as caught:
+    with pytest.raises(CapacityError, match="one sequence of 8192 tokens needs 183 MiB") as caught:
         budget(available=550 * MIB)
     fits = int(re.search(r"--max-model-len (\d+)", caught.value.hint)[1])
     assert budget(available=550 * MIB, max_model_len=fits).max_model_len == fits
@@ -94,10 +94,10 @@ def test_float32_cache_that_would_fit_in_half_proposes_float16():
     budget(available=700 * MIB, formats=("f32",), kv_cache_dtype="float16")
 
 
-def test_float16_cache_that_would_fit_in_half_proposes_fp8():
+def test_16_bit_cache_that_would_fit_in_half_proposes_fp8():
     with pytest.raises(CapacityError) as caught:
         budget(available=550 * MIB)
-    assert "--kv-cache-dtype fp8`, which needs 90.0 MiB" in caught.value.hint
+    assert "--kv-cache-dtype fp8`, which needs 91.4 MiB" in caught.value.hint
     assert budget(available=550 * MIB, kv_cache_dtype="fp8").num_blocks == blocks_for(8192, 32)
 
 
@@ -147,9 +147,10 @@ def test_two_sizes_for_one_pool_are_refused():
     ("options", "formats", "kind"),
     [
         ({}, ("f32",), "f32"),
-        ({}, ("bf16",), "bf16"),
-        ({}, ("f16",), "f16"),
-        ({}, ("bf16", "int4g32min"), "f16"),
+        ({}, ("bf16",), "int16"),
+        ({}, ("f16",), "int16"),
+        ({}, ("bf16", "int4g32min"), "int16"),
+        ({"kv_cache_dtype": "bfloat16"}, ("f16",), "bf16"),
         ({"kv_cache_dtype": "float32"}, ("int4g32",), "f32"),
         ({"kv_cache_dtype": "fp8"}, ("f32",), "fp8_e4m3"),
         ({"kv_cache_dtype": "fp8_e5m2"}, ("int4g32",), "fp8_e5m2"),
@@ -163,8 +164,8 @@ def test_cache_format_follows_the_option_then_the_weights(options, formats, kind
 
 def test_skipped_layers_keep_the_full_format_and_are_counted_so():
     found = budget(kv_cache_dtype="int8", kv_cache_dtype_skip_layers=("0", "29", "29"))
-    assert found.kv_formats == ("f16", *("int8",) * 28, "f16")
-    assert found.kv_bytes_per_token == 2 * 3 * (2 * 128 + 28 * 66)
+    assert found.kv_formats == ("int16", *("int8",) * 28, "int16")
+    assert found.kv_bytes_per_token == 2 * 3 * (2 * 130 + 28 * 66)
     assert found.kv_format == "int8"
 
 
@@ -208,7 +209,7 @@ def test_layers_with_a_window_keep_no_more_than_it():
     found = budget(spec=GEMMA, max_num_seqs=4)
     full, local = found.groups
     assert (len(full.layers), len(local.layers), local.window) == (3, 15, 512)
-    per_layer = 2 * 256 * 2
+    per_layer = 2 * (256 * 2 + 2)
     assert (full.bytes_per_token, local.bytes_per_token) == (3 * per_layer, 15 * per_layer)
     assert found.sequence_bytes(256) == 256 * 18 * per_layer
     assert found.sequence_bytes(32768) == 32768 * 3 * per_layer + (512 // 32 + 3) * 32 * 15 * per_layer
@@ -241,7 +242,7 @@ def test_a_model_of_windows_alone_counts_blocks_that_take_no_memory():
     assert full.layers == () and full.bytes_per_token == 0 and full.num_blocks == 2 * 1024
     assert local.num_blocks == 2 * (4096 // 32 + 3) + 512 // 32
     assert found.sequences(32768) == 2
-    with pytest.raises(CapacityError, match="one sequence of 32768 tokens needs 82.7 MiB"):
+    with pytest.raises(CapacityError, match="one sequence of 32768 tokens needs 83.0 MiB"):
         budget(spec=spec, available=500 * MIB)
 
 

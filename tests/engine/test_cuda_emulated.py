@@ -10,6 +10,7 @@ import pytest
 from llmctl.engine import config
 from llmctl.engine.llm import LLM
 from llmctl.engine.request import SamplingParams
+from llmctl.engine.runner import runner
 from llmctl.kernels.cuda import register
 from llmctl.kernels.cuda.emulate import compiler
 from llmctl.kernels.cuda.emulated_machine import EmulatedMachine
@@ -26,10 +27,11 @@ GROWING = [[(i * 31 + j * 7) % 290 + 5 for i in range(12 + 3 * j)] for j in rang
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The emulator in use, and `kernels="cuda"` an option."""
+    """The emulator in use, `kernels="cuda"` an option, and a cache as plain on the CPU as it is on a GPU."""
     if compiler() is None:
         pytest.skip("emulation needs a C++ compiler")
     monkeypatch.setattr(config, "KERNELS", (*config.KERNELS, "cuda"))
+    monkeypatch.setattr(runner, "fit_cache", lambda layers, model, plan: layers)
     register.use(EmulatedMachine(BUILDS))
     yield
     register.use(None)

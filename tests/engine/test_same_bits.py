@@ -154,7 +154,7 @@ def test_a_tiny_model_gives_the_same_tokens_and_logprobs(way: Way, tiny: str, ca
     assert run(tiny, "auto", way, mixed_requests(32, 304, 120)) == calm
 
 
-@pytest.mark.parametrize("kv", ["bfloat16", "fp8_e4m3", "fp8_e5m2", "int8"])
+@pytest.mark.parametrize("kv", ["bfloat16", "fp8_e4m3", "fp8_e5m2", "int8", "int16"])
 def test_every_format_of_the_cache_gives_the_same_bits(kv: str, tiny: str) -> None:
     requests = mixed_requests(24, 304, 120)
     calm = run(tiny, "auto", Way("calm", {**CALM, "kv_cache_dtype": kv}, alone=True), requests)

@@ -40,6 +40,7 @@ STORED = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
     "int8": torch.int8,
+    "int16": torch.int16,
 }
 ALL_FORMS = tuple(parse_weight_format(name) for name in ("f32", "int4g32", "int8g32", "int4g64"))
 
@@ -218,14 +219,15 @@ def random_kv(
     layer = 2 * kv_heads * block_size * format.head_bytes(head_dim)
     stride = 3 * layer + 64
     values = torch.from_numpy(rng.standard_normal(blocks * stride // format.bytes_per_value, np.float32))
-    if format.kind == "int8":
-        values = (values * 40).round().clamp(-127, 127)
+    step = {"int8": 1.0, "int16": 1 / 16}.get(format.kind, 0.0)
+    if step:
+        values = (values * 40 / step).round().clamp(-127 / step, 127 / step)
     arena = values.to(STORED[format.kind]).view(torch.uint8).numpy()
     for head in range(3 * kv_heads if format.scale_bytes else 0):
         view = view_of(arena, stride, 0, head, block_size, head_dim, format)
         for scales in (view.key_scales, view.value_scales):
             assert scales is not None
-            scales[:] = torch.from_numpy(rng.uniform(0.01, 0.05, scales.shape))
+            scales[:] = torch.from_numpy(rng.uniform(0.01, 0.05, scales.shape)) * step
     return KVLayer(arena, stride, layer, block_size, kv_heads, head_dim, format, 1)
 
 
@@ -290,7 +292,7 @@ def attend_case(
         return act_outputs(args.act, rows)
 
     name = f"m{rows}-h{heads}x{kv_heads}x{head_dim}-b{block_size}-{kind}-w{window}-far{far}"
-    return Case("attend", name, "f32", make, outputs)
+    return Case("attend", name, "attend_int16" if kind == "int16" else "f32", make, outputs)
 
 
 def act_mul_case(rows: int, k: int, activation: str) -> Case:
@@ -353,6 +355,7 @@ def all_cases() -> Iterator[Case]:
     for rows, kind, block_size in (
         (1, "f32", 8), (2, "f16", 16), (7, "bf16", 16), (33, "f16", 64), (3, "f32", 64),
         (7, "fp8_e4m3", 8), (1, "fp8_e4m3", 64), (7, "fp8_e5m2", 16), (33, "int8", 16), (2, "int8", 64),
+        (1, "int16", 8), (7, "int16", 64), (33, "int16", 16),
     ):  # fmt: skip
         for heads, kv_heads, head_dim in ((2, 2, 8), (3, 1, 16), (9, 3, 64), (7, 1, 80), (6, 2, 128)):
             for norm in (False, True):

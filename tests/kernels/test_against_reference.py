@@ -28,6 +28,8 @@ TOLERANCES = {
     "kv_fp8_e4m3": 2.0**-3,
     "kv_fp8_e5m2": 2.0**-2,
     "kv_int8": 2.0**-6,
+    "kv_int16": 2.0**-10,
+    "attend_int16": 2.0**-9,
 }
 
 ENTRIES = registry.entries()

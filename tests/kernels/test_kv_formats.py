@@ -1,4 +1,4 @@
-"""The 8-bit formats of the KV cache: what is stored, bit for bit, and what attention makes of it."""
+"""KV formats that are not plain floats: what is stored, bit for bit, and what attention makes of it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from llmctl.kernels import _cpu, registry
 from llmctl.kernels.cpu import ops as cpu
 from llmctl.kernels.formats import KVFormat
-from llmctl.kernels.ops import AttendArgs, KVLayer, RopeStoreArgs, make_act, make_batch, make_rows
+from llmctl.kernels.ops import AttendArgs, KVCopyArgs, KVLayer, RopeStoreArgs, make_act, make_batch, make_rows
 from llmctl.kernels.reference import attend, rope_store
 from llmctl.kernels.reference.kv import head_view
 
 from .cases import Case, all_cases
 
-KINDS = ("fp8_e4m3", "fp8_e5m2", "int8")
+BYTES = ("fp8_e4m3", "fp8_e5m2", "int8")
+TOPS = {"int8": (127, 127), "int16": (8191, 2047)}  # of K and V
+KINDS = (*BYTES, "int16")
 LIMITS = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 DIM, BLOCK, POSITIONS = 16, 8, 40
 
@@ -166,25 +168,27 @@ def test_queries_are_multiplied_by_the_scale_of_k(isa: str) -> None:
         assert (q == 48.0).all()
 
 
-def test_int8_is_within_half_a_step_of_what_was_stored(isa: str) -> None:
+@pytest.mark.parametrize("kind", TOPS)
+def test_codes_are_within_half_a_step_of_what_was_stored(kind: str, isa: str) -> None:
     k, v = some_values(POSITIONS, 1), some_values(POSITIONS, 2)
-    cache = Cache("int8")
+    cache = Cache(kind)
     cache.store(k, v)
-    for got, stored in zip(cache.read(), (k, v), strict=True):
-        step = np.abs(stored).max(1, keepdims=True) / 127 * (1 + 2**-7)
+    for got, stored, top in zip(cache.read(), (k, v), TOPS[kind], strict=True):
+        step = np.abs(stored).max(1, keepdims=True) / top * (1 + 2**-7)
         assert (np.abs(got - stored) <= step / 2 * (1 + 1e-6)).all()
 
 
-def test_int8_holds_infinity_as_something_finite(isa: str) -> None:
+@pytest.mark.parametrize("kind", TOPS)
+def test_codes_hold_infinity_as_something_finite(kind: str, isa: str) -> None:
     k = np.full((1, DIM), 1e20, np.float32)
     k[0, 3] = -np.inf
-    cache = Cache("int8")
+    cache = Cache(kind)
     cache.store(k, k)
     for got in cache.read():
         assert np.isfinite(got).all() and got[0, 3] < -3e38
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BYTES)
 def test_attention_reads_every_code_as_it_is_meant(kind: str, isa: str) -> None:
     cache = Cache(kind)
     codes = np.random.default_rng(3).permutation(np.resize(np.arange(256, dtype=np.uint8), cache.kv.arena.size))
@@ -222,6 +226,42 @@ def test_a_nan_reaches_what_sees_it_and_nothing_else(kind: str, where: str, dime
         assert np.isnan(got[bad:]).all()
     assert np.isfinite(cache.read()[1][:30]).all()
     assert np.isnan(cache.attend(q[:30], first=0, reference=True)[bad:]).all()
+
+
+def largest_codes(cache: Cache, dim: int) -> np.ndarray:
+    """Fills an int16 cache with its largest codes, such that every product of a run is as large as it gets."""
+    half = dim * BLOCK * 2
+    for at in range(0, cache.kv.arena.size, half + 2 * BLOCK):
+        top = TOPS["int16"][at // (half + 2 * BLOCK) % 2]
+        cache.kv.arena[at : at + half].view(np.int16)[:] = -top
+        cache.kv.arena[at + half : at + half + 2 * BLOCK].view(np.uint16)[:] = 0x3A80  # 2^-10
+    return np.full((1, dim), 1.0, np.float32)
+
+
+@pytest.mark.parametrize("dim", [64, 192])
+def test_the_largest_codes_of_int16_do_not_overflow(dim: int, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "DIM", dim)
+    cache = Cache("int16")
+    got = cache.attend(largest_codes(cache, dim), first=POSITIONS - 1)
+    assert np.abs(got + TOPS["int16"][1] * 2.0**-10).max() < 1e-5
+
+
+def test_what_follows_in_a_block_of_int16_is_neither_read_nor_copied(isa: str) -> None:
+    k, v, q = (some_values(POSITIONS, seed).clip(-3, 3) for seed in (1, 2, 3))
+    ours, other = Cache("int16", fill=0x00), Cache("int16", fill=0xFF)
+    for cache in (ours, other):
+        cache.store(k[:13], v[:13])
+    assert np.array_equal(ours.attend(q[:13], first=0), other.attend(q[:13], first=0))
+    args = KVCopyArgs(ours.kv.arena, ours.kv.block_stride, 1, BLOCK, 1, DIM, KVFormat("int16"))
+    target = np.full_like(ours.kv.arena, 0xA5)
+    target[: 4 * ours.kv.block_stride] = ours.kv.arena[: 4 * ours.kv.block_stride]
+    ours.kv.arena[:] = target
+    cpu.build_kv_copy(args)(1, 4, 5)
+    got = head_view(ours.kv, 0)
+    assert torch.equal(got.keys[4, ..., :5], got.keys[1, ..., :5])
+    assert torch.equal(got.values[4].reshape(BLOCK, DIM)[:5], got.values[1].reshape(BLOCK, DIM)[:5])
+    assert (got.keys[4, ..., 5:] == -0x5A5B).all()
+    assert (got.values[4].reshape(BLOCK, DIM)[5:] == -0x5A5B).all()
 
 
 ATTENTION = [case for case in all_cases() if case.op == "attend"]

@@ -32,7 +32,7 @@ from llmctl.kernels.ops import (
 )
 
 FORMATS = ("f32", "f16", "bf16", "int8g32", "int8g64", "int4g32", "int4g64min", "int4g64int")
-KV_TOLERANCES = {"f16": 3e-3, "bf16": 3e-2, "fp8_e4m3": 0.15, "fp8_e5m2": 0.3, "int8": 3e-2}
+KV_TOLERANCES = {"f16": 3e-3, "bf16": 3e-2, "fp8_e4m3": 0.15, "fp8_e5m2": 0.3, "int8": 3e-2, "int16": 3e-3}
 EPS = 1e-5
 
 
@@ -302,7 +302,7 @@ def test_chunks_and_threads_do_not_change_bits_in_any_format_of_the_cache(kv: st
         assert np.array_equal(decoder.prompt(tokens, chunk, slot=slot), expected), (threads, chunk)
 
 
-@pytest.mark.parametrize("kv", ["f16", "fp8_e4m3", "int8"])
+@pytest.mark.parametrize("kv", ["f16", "fp8_e4m3", "int8", "int16"])
 @pytest.mark.parametrize("heads", [(6, 2, 16), (4, 4, 24), (16, 1, 40), (7, 1, 8), (8, 2, 64)])
 def test_block_size_does_not_change_bits(heads: tuple[int, int, int], kv: str) -> None:
     tokens = some_tokens(280)

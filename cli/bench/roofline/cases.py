@@ -134,7 +134,8 @@ def _attend_case(
     attended = rows * (context + 1) if decode else sum(range(context + 1, context + rows + 1))
     return Case(
         "attend", shape.size, part, form.kind, rows, cold, _act_bytes(rows, width, F16) + 4 * rows * width,
-        4.0 * width * attended, "fma", functools.partial(_attend_args, shape, form, rows, context, decode),
+        4.0 * width * attended, "int16" if form.pairs else "fma",
+        functools.partial(_attend_args, shape, form, rows, context, decode),
     )  # fmt: skip
 
 

@@ -102,7 +102,7 @@ def test_table_in_a_file_is_never_cut(console, budget):
     show(console, "a-model-with-a-long-name-" * 10, SIZE, budget)
     text = console.stdout.getvalue()
     assert "a-model-with-a-long-name-" * 10 in text
-    assert f"{budget.num_blocks} blocks of 32 tokens in f16, 512 B per token" in text
+    assert f"{budget.num_blocks} blocks of 32 tokens in int16, 544 B per token" in text
     assert "…" not in text and "\x1b" not in text
 
 
@@ -181,7 +181,7 @@ def test_plan_of_a_decoder_that_only_transformers_has(console, tmp_path):
     assert app.run(["plan", str(folder), "--json", "--dtype", "bfloat16"], console) == ExitCode.OK
     report = json.loads(console.stdout.getvalue())
     assert report["weight_formats"] == {"bf16": 16} and report["max_model_len"] == 512
-    assert report["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 2
+    assert report["kv_bytes_per_token"] == 2 * 2 * 2 * (16 * 2 + 2)
     state = safetensors.numpy.load_file(folder / "model.safetensors").values()
     assert report["weight_bytes"] == sum(tensor.size * (2 if tensor.ndim == 2 else 4) for tensor in state)
 
