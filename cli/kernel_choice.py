@@ -23,6 +23,7 @@ from ..kernels.ops import (
     EmbedArgs,
     KVCopyArgs,
     KVLayer,
+    LatentArgs,
     LinearArgs,
     NormAddArgs,
     NormArgs,
@@ -36,6 +37,7 @@ from ..kernels.ops import (
 
 WEIGHT_FORMATS = ("f32", "f16", "bf16", "int8g32", "int4g32", "int4g32min", "int4g32int")
 KV_FORMATS = tuple(KV_BYTES)
+LATENT_FORMATS = ("f32", "f16", "bf16")
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 _ROWS, _WIDTH, _HEAD, _BLOCK = 4, 128, 64, 32
@@ -88,6 +90,8 @@ def _cases() -> Iterator[tuple[str, str, object]]:
     yield "norm_add", "", NormAddArgs(batch, rows, vector, 1e-5, make_rows(_WIDTH, _ROWS))
     for name in KV_FORMATS:
         yield from _attention_cases(name, batch)
+    for name in LATENT_FORMATS:
+        yield "latent", name, _latent_args(name, batch)
     for name in ACTIVATIONS:
         yield "act_mul", name, ActMulArgs(batch, rows, rows, name, plain)
     yield "sample", "", _sample_args()
@@ -108,6 +112,20 @@ def _attention_cases(name: str, batch: Batch) -> Iterator[tuple[str, str, object
     )
     yield "attend", name, AttendArgs(batch, q, heads, kv, 0, _BLOCK, make_act(_WIDTH, _ROWS, 1, ()))
     yield "kv_copy", name, KVCopyArgs(arena, stride, 1, _BLOCK, 1, _HEAD, format)
+
+
+def _latent_args(name: str, batch: Batch) -> LatentArgs:
+    """A latent of half a head and a rotated key of the other half, for heads of the same size."""
+    form, half = KVFormat(name), _HEAD // 2
+    stride = _BLOCK * form.head_bytes(_HEAD)
+    kv = KVLayer(np.zeros(stride, np.uint8), stride, 0, _BLOCK, 1, _HEAD, form, 0)
+    table, heads = np.zeros((_BLOCK, half // 2), np.float32), _WIDTH // _HEAD
+    up = WeightFormat("f32")
+    return LatentArgs(
+        batch, make_rows(_WIDTH, _ROWS), make_rows(_HEAD, _ROWS), np.zeros(half, np.float32), 1e-5,
+        PackedWeight(up, 2 * heads * half, half, np.zeros(packed_bytes(up, 2 * heads * half, half), np.uint8)),
+        table, table, False, heads, half, half, _HEAD**-0.5, kv, make_act(heads * half, _ROWS, 1, ()),
+    )  # fmt: skip
 
 
 def _sample_args() -> SampleArgs:

@@ -85,6 +85,7 @@ def _needs(model: str, dtype: str, kv_cache_dtype: str, block_size: int) -> Mode
     """What decides which kernels the model runs, from its headers alone."""
     from ...engine.load.checkpoint import open_checkpoint
     from ...engine.load.hub import resolve
+    from ...kernels.cuda.attend import compute_of
     from ...kernels.cuda.table import ModelNeeds
 
     if dtype not in ACTIVATIONS:
@@ -95,10 +96,11 @@ def _needs(model: str, dtype: str, kv_cache_dtype: str, block_size: int) -> Mode
         raise UsageError(f"--block-size is {block_size}", f"choose one of: {', '.join(map(str, BLOCK_SIZES))}")
     checkpoint = open_checkpoint(resolve(model, environment=environment()))
     spec, act = checkpoint.spec, ACTIVATIONS[dtype]
+    kv = KV_FORMATS[kv_cache_dtype] or act
     return ModelNeeds(
         act=act,
-        compute=act,
-        kv=KV_FORMATS[kv_cache_dtype] or act,
+        compute=compute_of(act, kv),
+        kv=kv,
         head_dim=spec.head_dim,
         block_size=block_size,
         hidden_size=spec.hidden_size,

@@ -41,9 +41,17 @@ struct alignas(16) MergeWork {
 constexpr float kLowest = -1e30f;  // below every score; finite, so that it can be subtracted from itself
 constexpr float kLog2e = 1.4426950408889634f;
 
+// 2^x as the rest of the arithmetic deserves.
+template <bool kExact>
+LLMCTL_DEVICE float exp2_of(float x) {
+  if constexpr (kExact) return exp2_exact(x);
+  return exp2_fast(x);
+}
+
 // tanh to about an ulp of 1, and of x where x is small.
-LLMCTL_DEVICE float tanh_exact(float x) {
-  const float a = fabsf(x);
+template <bool kExact>
+LLMCTL_DEVICE float tanh_of(float x) {
+  const float a = fabsf(x) > 20.0f ? 20.0f : fabsf(x);
   if (a < 0.5f) {
     // An odd polynomial through the series' terms up to x^13.
     const float s = x * x;
@@ -55,7 +63,7 @@ LLMCTL_DEVICE float tanh_exact(float x) {
     p = fmaf(p, s, -3.3333333333333333e-1f);
     return fmaf(p * s, x, x);
   }
-  const float e = exp2_fast(2.0f * kLog2e * a);
+  const float e = exp2_of<kExact>(2.0f * kLog2e * a);
   const float y = 1.0f - 2.0f / (e + 1.0f);
   return x < 0 ? -y : y;
 }
@@ -80,6 +88,18 @@ struct AttendShape {
   static constexpr int kWarpTokens = kTile / kWarpsN;
   static constexpr bool kQueriesShared = kSteps * static_cast<int>(sizeof(OperandA<Mma>)) > 128;
   static constexpr int kQueryBytes = kQueriesShared ? kWarpsM * kSteps * 32 * static_cast<int>(sizeof(OperandA<Mma>)) : 0;
+  // Rounded weights are summed as the tensor cores multiply with them, and by them, so that their errors largely cancel.
+  static constexpr bool kSumsByMma = kIs16<Mma> && !kScaled && !kFine;
+  // Queries as Halfs need a scale of their own to stay within its range.
+  static constexpr bool kQueryUnit = kSame<Mma, Half> && !kSame<Act, Half>;
+  static constexpr bool kExact = kSame<Mma, Fp32>;
+  // Copies of one step that a thread starts; it knows their blocks a step ahead if that takes few registers. In a regular
+  // shape they are kRowsAtOnce rows apart, so that all but the block is known when compiling.
+  static constexpr int kPasses = (kTile * kChunks + kThreads - 1) / kThreads;
+  static constexpr int kIdsAhead = kPasses <= 8 ? kStages - 1 : 1;
+  static constexpr int kRowsAtOnce = kThreads >= kChunks ? kThreads / kChunks : 1;
+  static constexpr bool kRegular = kThreads % kChunks == 0 && kTile % kRowsAtOnce == 0 && kTile % kBlock == 0 &&
+                                   (kBlock % kRowsAtOnce == 0 || kRowsAtOnce % kBlock == 0);
   static constexpr int kOutStride = kHeadDim + 8;
   static constexpr int kHalfBytes = kBlock * (kRowBytes + (kScaled ? 2 : 0));
   static_assert(kHeadDim % 32 == 0 && kRowBytes % 16 == 0);
@@ -88,31 +108,76 @@ struct AttendShape {
   static_assert(kStages >= 2);
 };
 
-// Starts copying one step's K, V and scales. Tokens outside of begin ... end become zeros, so that a weight of 0 can be
-// multiplied with them.
+// Which blocks a thread's copies of one step come from; -1: zeros.
+template <class S>
+struct StepBlocks {
+  int32_t id[S::kPasses];
+};
+
+// Of the step from token `first` on. Tokens outside of begin ... end have no block.
 template <class S, int kBlock, int kTile>
-LLMCTL_DEVICE void load_step(unsigned char* stage, const uint8_t* head, int64_t block_stride, const int32_t* table, int first,
-                             int begin, int end) {
-  const auto row_of = [&](int token, bool valid) {
-    return head + (valid ? table[token / kBlock] * block_stride : 0);
-  };
-  for (int i = threadIdx.x; i < kTile * S::kChunks; i += S::kThreads) {
-    const int row = i / S::kChunks, chunk = i % S::kChunks, token = first + row;
-    const bool valid = token >= begin && token < end;
-    const uint8_t* k = row_of(token, valid) + (valid ? token % kBlock * S::kRowBytes + chunk * 16 : 0);
-    const int placed = S::kSwizzle ? chunk ^ (row & 1) << 2 : chunk;
-    copy_16(stage + row * S::kRowBytes + placed * 16, k, valid);
-    copy_16(stage + kTile * S::kRowBytes + row * S::kVStride + chunk * 16, k + (valid ? S::kHalfBytes : 0), valid);
+LLMCTL_DEVICE void find_step(StepBlocks<S>& blocks, const int32_t* table, int first, int begin, int end) {
+  if (S::kRegular && first >= begin && first + kTile <= end) {
+    const int32_t* from = table + (first / kBlock + static_cast<int>(threadIdx.x) / S::kChunks / kBlock);
+#pragma unroll
+    for (int pass = 0; pass < S::kPasses; ++pass) blocks.id[pass] = from[pass * S::kRowsAtOnce / kBlock];
+    return;
   }
+#pragma unroll
+  for (int pass = 0; pass < S::kPasses; ++pass) {
+    const int row = (threadIdx.x + pass * S::kThreads) / S::kChunks, token = first + row;
+    blocks.id[pass] = row < kTile && token >= begin && token < end ? table[token / kBlock] : -1;
+  }
+}
+
+// Starts copying one step's K, V and scales. What has no block becomes zeros, so that a weight of 0 can be multiplied
+// with them.
+template <class S, int kBlock, int kTile>
+LLMCTL_DEVICE void load_step(unsigned char* stage, const uint8_t* head, uint32_t block_stride,
+                             const StepBlocks<S>& blocks, const int32_t* table, int first, int begin, int end) {
   if constexpr (S::kScaled) {
     unsigned char* scales = stage + kTile * (S::kRowBytes + S::kVStride);
     for (int i = threadIdx.x; i < kTile; i += S::kThreads) {
       // Two tokens at once; a pair is never in two blocks, and one beyond the end is masked by its score.
       const int row = i / 2 * 2, half = i % 2, token = first + row;
       const bool valid = token + 1 >= begin && token < end;
-      const uint8_t* k = row_of(token, valid) + (valid ? token % kBlock * 2 + kBlock * S::kRowBytes : 0);
+      const uint8_t* k = head;
+      if (valid) {
+        k += static_cast<uint64_t>(static_cast<uint32_t>(table[token / kBlock])) * block_stride +
+             (token % kBlock * 2 + kBlock * S::kRowBytes);
+      }
       copy_4(scales + half * S::kScaleBytes + row * 2, k + (valid ? half * S::kHalfBytes : 0), valid);
     }
+  }
+  if (S::kRegular && first >= begin && first + kTile <= end) {
+    const int row = threadIdx.x / S::kChunks, chunk = threadIdx.x % S::kChunks;
+    const uint8_t* from = head + (row % kBlock * S::kRowBytes + chunk * 16);
+    unsigned char* k_to = stage + row * S::kRowBytes + (S::kSwizzle ? chunk ^ (row & 1) << 2 : chunk) * 16;
+    unsigned char* v_to = stage + kTile * S::kRowBytes + row * S::kVStride + chunk * 16;
+#pragma unroll
+    for (int pass = 0; pass < S::kPasses; ++pass) {
+      const int ahead = pass * S::kRowsAtOnce;
+      const uint8_t* k = from + static_cast<uint64_t>(static_cast<uint32_t>(blocks.id[pass])) * block_stride;
+      const int flipped = S::kSwizzle && ahead % 2 == 1 ? 1 : 0;  // the row's parity is not that of the first pass
+      unsigned char* to = flipped ? stage + row * S::kRowBytes + (chunk ^ (~row & 1) << 2) * 16 : k_to;
+      copy_16(to + ahead * S::kRowBytes, k + ahead % kBlock * S::kRowBytes);
+      copy_16(v_to + ahead * S::kVStride, k + ahead % kBlock * S::kRowBytes + S::kHalfBytes);
+    }
+    return;
+  }
+#pragma unroll
+  for (int pass = 0; pass < S::kPasses; ++pass) {
+    const int i = threadIdx.x + pass * S::kThreads, row = i / S::kChunks, chunk = i % S::kChunks;
+    if (kTile * S::kChunks % S::kThreads != 0 && row >= kTile) break;
+    const bool valid = blocks.id[pass] >= 0;
+    const uint8_t* k = head;
+    if (valid) {
+      k += static_cast<uint64_t>(static_cast<uint32_t>(blocks.id[pass])) * block_stride +
+           ((first + row) % kBlock * S::kRowBytes + chunk * 16);
+    }
+    const int placed = S::kSwizzle ? chunk ^ (row & 1) << 2 : chunk;
+    copy_16(stage + row * S::kRowBytes + placed * 16, k, valid);
+    copy_16(stage + kTile * S::kRowBytes + row * S::kVStride + chunk * 16, k + (valid ? S::kHalfBytes : 0), valid);
   }
 }
 
@@ -120,8 +185,9 @@ LLMCTL_DEVICE void load_step(unsigned char* stage, const uint8_t* head, int64_t 
 template <class Act, bool kHasSinks>
 LLMCTL_DEVICE void finish_row(Act* to, float (&v)[4], float top, float weights, const float* sinks, int head) {
   if constexpr (kHasSinks) {
-    const float sink = sinks[head] * kLog2e, most = fmaxf(top, sink), share = exp2_fast(top - most);
-    weights = fmaf(weights, share, exp2_fast(sink - most));
+    const float sink = sinks[head] * kLog2e, most = fmaxf(top, sink);
+    const float share = exp2_of<kSame<Act, float>>(top - most);
+    weights = fmaf(weights, share, exp2_of<kSame<Act, float>>(sink - most));
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[i] *= share;
   }
@@ -182,7 +248,8 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
   unsigned char* stages = dynamic_shared() + S::kQueryBytes;
   auto* shared_queries = reinterpret_cast<OperandA<Mma>*>(dynamic_shared());
 
-  // This lane's two rows: g and g + 8 of its warp's 16.
+  // This lane's two rows: g and g + 8 of its warp's 16. One that does not exist has a query of zeros, and sees what the
+  // next query would.
   int position[2];
   bool exists[2];
 #pragma unroll
@@ -192,26 +259,41 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
     position[half] = item.first_position + row / group;
   }
   const int first_query = item.tile * S::kRows / group;
+  // Tokens that every row of the tile sees.
+  const int seen_by_all = (kFlags & kWindow)
+                              ? item.first_position + (item.tile * S::kRows + S::kRows - 1) / group + 1 - window
+                              : 0;
+  const int seen_by_all_end = min(item.end, item.first_position + first_query + 1);
   const int first_needed = (kFlags & kWindow) ? max(0, item.first_position + first_query + 1 - window) : 0;
   const uint8_t* head = arena + layer_offset + static_cast<int64_t>(kv_head) * 2 * S::kHalfBytes;
   const int32_t* table = tables + static_cast<int64_t>(item.slot) * max_blocks;
-  const auto start_step = [&](int step) {
+  StepBlocks<S> blocks[S::kIdsAhead];
+  const auto find = [&](StepBlocks<S>& to, int step) {
+    find_step<S, kBlock, kTile>(to, table, item.begin + step * kTile, first_needed, item.end);
+  };
+  const auto start_step = [&](const StepBlocks<S>& from, int step, int slot) {
     const int first = item.begin + step * kTile;
     if (first < item.end) {
-      load_step<S, kBlock, kTile>(stages + step % kStages * S::kStageBytes, head, block_stride, table, first,
-                                  first_needed, item.end);
+      load_step<S, kBlock, kTile>(stages + slot * S::kStageBytes, head, static_cast<uint32_t>(block_stride), from,
+                                  table, first, first_needed, item.end);
     }
     copy_commit();
   };
+  // All blocks are looked up before the first copy: a load behind a copy would wait for the one before.
 #pragma unroll
-  for (int step = 0; step < kStages - 1; ++step) start_step(step);
+  for (int step = 0; step < kStages - 1; ++step) {
+    if (step < S::kIdsAhead) find(blocks[step < S::kIdsAhead ? step : 0], step);
+  }
+#pragma unroll
+  for (int step = 0; step < kStages - 1; ++step) {
+    if (step >= S::kIdsAhead) find(blocks[0], step);
+    start_step(blocks[step < S::kIdsAhead ? step : 0], step, step);
+  }
+  find(blocks[0], kStages - 1);
 
-  OperandA<Mma> queries[S::kQueriesShared ? 1 : S::kSteps];
-#pragma unroll
-  for (int step = 0; step < S::kSteps; ++step) {
+  const auto load_query = [&](float (&values)[2][4], int step) {
     // Step (chunk, u) takes values u of lane t's share of the chunk, as K's loads below do.
     const int dim = step / S::kLaneSteps * S::kLaneSteps * 16 + t * S::kLaneSteps * 4 + step % S::kLaneSteps * 4;
-    float values[2][4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = item.tile * S::kRows + warp_m * 16 + g + 8 * half;
@@ -230,6 +312,41 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
         }
       }
     }
+  };
+  // What a row's scores are multiplied with; its query is divided by the power of two below its largest value if that
+  // is needed to hold it.
+  float unit_of_query[2] = {1, 1}, query_factor[2] = {1, 1};
+  if constexpr (S::kQueryUnit) {
+    float most[2] = {0, 0};
+#pragma unroll
+    for (int step = 0; step < S::kSteps; ++step) {
+      float values[2][4];
+      load_query(values, step);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) most[i / 4] = fmaxf(most[i / 4], fabsf(values[i / 4][i % 4]));
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t power = bits_of(max_lanes<4>(most[half])) & 0x7f800000u;
+      unit_of_query[half] = float_of(min(max(power, 0x00800000u), 0x7e800000u));
+      query_factor[half] = 1.0f / unit_of_query[half];
+    }
+  }
+  float per_score[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    per_score[half] = unit_of_query[half] * scale;
+    per_score[half] = (kFlags & kSoftCap) ? per_score[half] / soft_cap : per_score[half] * kLog2e;
+  }
+  OperandA<Mma> queries[S::kQueriesShared ? 1 : S::kSteps];
+#pragma unroll
+  for (int step = 0; step < S::kSteps; ++step) {
+    float values[2][4];
+    load_query(values, step);
+    if constexpr (S::kQueryUnit) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) values[i / 4][i % 4] *= query_factor[i / 4];
+    }
     const OperandA<Mma> a = operand_a<Mma>(values[0], values[1]);
     if constexpr (S::kQueriesShared) {
       if (warp_n == 0) shared_queries[(warp_m * S::kSteps + step) * 32 + lane] = a;
@@ -245,15 +362,19 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
     for (int i = 0; i < 4; ++i) acc[n][i] = 0;
   }
   float largest[2] = {kLowest, kLowest}, sum[2] = {0, 0};
+  float sum_by_mma[4] = {0, 0, 0, 0};  // of rows g, g, g + 8, g + 8: columns are alike
   // int8: weights are divided by the largest scale of V that the row has seen, a power of two, to stay within float16.
   float unit[2] = {1.17549435e-38f, 1.17549435e-38f};
 
   const int steps = (item.end - item.begin + kTile - 1) / kTile;
+  int slot = 0;
   for (int step = 0; step < steps; ++step) {
     copy_wait<kStages - 2>();
     __syncthreads();
-    start_step(step + kStages - 1);
-    const unsigned char* stage = stages + step % kStages * S::kStageBytes;
+    start_step(blocks[0], step + kStages - 1, slot == 0 ? kStages - 1 : slot - 1);
+    find(blocks[0], step + kStages);
+    const unsigned char* stage = stages + slot * S::kStageBytes;
+    slot = slot == kStages - 1 ? 0 : slot + 1;
     const unsigned char* values = stage + kTile * S::kRowBytes;
     const Bf16* key_scales = reinterpret_cast<const Bf16*>(values + kTile * S::kVStride);
     const int warp_first = warp_n * S::kWarpTokens;
@@ -301,37 +422,55 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
       }
     }
 
-    // Scores in log2, masked ones -inf, and the row's largest. Element i is of row i / 2 and token 2t + i % 2.
+    // Scores, masked ones -inf, and the row's largest. Element i is of row i / 2 and token 2t + i % 2. Times `per` they
+    // are in log2.
     const int first = item.begin + step * kTile + warp_first;
-    float most[2] = {largest[0], largest[1]}, most_unit[2] = {unit[0], unit[1]};
+    float per[2], most[2] = {-infinity(), -infinity()}, most_unit[2] = {unit[0], unit[1]};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) per[half] = (kFlags & kSoftCap) ? kLog2e : per_score[half];
+    if constexpr (S::kScaled || (kFlags & kSoftCap) != 0) {
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float x = score[n][i];
+          if constexpr (S::kScaled) x *= to_float(key_scales[warp_first + n * 8 + 2 * t + i % 2]);
+          if constexpr ((kFlags & kSoftCap) != 0) x = soft_cap * tanh_of<S::kExact>(x * per_score[i / 2]);
+          score[n][i] = x;
+        }
+      }
+    }
+    const bool all_visible = first >= seen_by_all && first + S::kWarpTokens <= seen_by_all_end;
+    if (!all_visible) {
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int half = i / 2, token = first + n * 8 + 2 * t + i % 2;
+          bool visible = token <= position[half] && token < item.end;
+          if constexpr ((kFlags & kWindow) != 0) visible = visible && token > position[half] - window;
+          score[n][i] = visible ? score[n][i] : -infinity();
+        }
+      }
+    }
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int half = i / 2, column = n * 8 + 2 * t + i % 2, token = first + column;
-        float x = score[n][i];
-        if constexpr (S::kScaled) x *= to_float(key_scales[warp_first + column]);
-        x *= scale * kFactor<Mma, Kv>;
-        if constexpr ((kFlags & kSoftCap) != 0) x = soft_cap * tanh_exact(x / soft_cap);
-        bool visible = exists[half] && token <= position[half] && token < item.end;
-        if constexpr ((kFlags & kWindow) != 0) visible = visible && token > position[half] - window;
-        x = visible ? x * kLog2e : -infinity();
-        score[n][i] = x;
-        most[half] = fmaxf(most[half], x);
+        most[i / 2] = fmaxf(most[i / 2], score[n][i]);
         if constexpr (S::kScaled) {
-          const float v = to_float(key_scales[kTile + warp_first + column]);
-          most_unit[half] = visible ? fmaxf(most_unit[half], v) : most_unit[half];
+          const float v = to_float(key_scales[kTile + warp_first + n * 8 + 2 * t + i % 2]);
+          most_unit[i / 2] = score[n][i] == -infinity() ? most_unit[i / 2] : fmaxf(most_unit[i / 2], v);
         }
       }
     }
     float shrink[2], per_unit[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      most[half] = max_lanes<4>(most[half]);
-      const float lost = exp2_fast(largest[half] - most[half]);
-      largest[half] = most[half];
-      sum[half] *= lost;
-      shrink[half] = lost;
+      const float top = fmaxf(largest[half], max_lanes<4>(most[half]) * per[half]);
+      shrink[half] = exp2_of<S::kExact>(largest[half] - top);
+      largest[half] = top;
+      sum[half] *= shrink[half];
       per_unit[half] = 1;
       if constexpr (S::kScaled) {
         // Up to the next power of two.
@@ -341,18 +480,23 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
         per_unit[half] = 1.0f / up;
       }
     }
+    // A product with 1 changes nothing, so whether it is left out does not either.
+    if (__any_sync(kAllLanes, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
 #pragma unroll
-    for (int n = 0; n < kHeadDim / 8; ++n) {
+      for (int n = 0; n < kHeadDim / 8; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) acc[n][i] *= shrink[i / 2];
+        for (int i = 0; i < 4; ++i) acc[n][i] *= shrink[i / 2];
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum_by_mma[i] *= shrink[i / 2];
     }
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int half = i / 2;
-        float weight = exp2_fast(score[n][i] - largest[half]);
-        sum[half] += weight;
+        float weight = exp2_of<S::kExact>(fmaf(score[n][i], per[half], -largest[half]));
+        if constexpr (!S::kSumsByMma) sum[half] += weight;
         if constexpr (S::kScaled) {
           // A masked token's scale may be anything.
           const float v = to_float(key_scales[kTile + warp_first + n * 8 + 2 * t + i % 2]) * per_unit[half];
@@ -369,6 +513,10 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
       const float(&odd)[4] = score[2 * j + 1];
       const float row_g[4] = {even[0], even[1], odd[0], odd[1]}, row_g8[4] = {even[2], even[3], odd[2], odd[3]};
       const Weights<Mma, S::kFine> a(row_g, row_g8);
+      if constexpr (S::kSumsByMma) {
+        constexpr uint32_t kOnes[2] = {kOnePair<Mma>, kOnePair<Mma>};
+        mma_16<Mma>(sum_by_mma, a.whole.r, kOnes);
+      }
       const unsigned char* tokens = values + (warp_first + 16 * j) * S::kVStride;
       if constexpr (sizeof(Kv) == 4) {
 #pragma unroll
@@ -414,12 +562,12 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = warp_n * S::kRows + warp_m * 16 + g + 8 * half;
-    const float total = sum_lanes<4>(sum[half]);
+    const float total = S::kSumsByMma ? sum_by_mma[2 * half] : sum_lanes<4>(sum[half]);
     if (t == 0) {
       scales[2 * row] = largest[half];
       scales[2 * row + 1] = total;
     }
-    const float factor = kFactor<Mma, Kv> * (S::kScaled ? unit[half] : 1.0f);
+    const float factor = S::kScaled ? unit[half] : 1.0f;
     float* to = parts + row * S::kOutStride;
     if constexpr (sizeof(Kv) == 1) {
 #pragma unroll
@@ -448,7 +596,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
     for (int w = 0; w < kWarpsN; ++w) top = fmaxf(top, scales[2 * (w * S::kRows + r)]);
 #pragma unroll
     for (int w = 0; w < kWarpsN; ++w) {
-      const float share = exp2_fast(scales[2 * (w * S::kRows + r)] - top);
+      const float share = exp2_of<S::kExact>(scales[2 * (w * S::kRows + r)] - top);
       weights = fmaf(share, scales[2 * (w * S::kRows + r) + 1], weights);
       const Vec4 four = load_vec<Vec4>(parts + (w * S::kRows + r) * S::kOutStride + dim);
 #pragma unroll
@@ -471,32 +619,67 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
   }
 }
 
-// grid: (merge items that could be, KV heads), 128 threads.
+// grid: (merge items that could be, KV heads, kMergeRows), 256 threads: each block joins every fourth of a tile's rows.
+// Lanes take the row's dimensions, warps every eighth part, in an order that depends on the number of parts alone.
+constexpr int kMergeRows = 4, kMergeWarps = 8;
 template <class Act, int kHeadDim, int kRows, bool kHasSinks>
-__global__ void __launch_bounds__(128)
+__global__ void __launch_bounds__(32 * kMergeWarps)
     attend_merge(Act* out, const float* part_values, const float* part_scales, const MergeWork* work,
                  const int32_t* num_work, const float* sinks, int out_stride, int group) {
   if (static_cast<int>(blockIdx.x) >= num_work[0]) return;
   const MergeWork item = work[blockIdx.x];
-  const int kv_head = blockIdx.y, kv_heads = gridDim.y;
-  for (int i = threadIdx.x; i < kRows * kHeadDim / 4; i += 128) {
-    const int r = i / (kHeadDim / 4), dim = i % (kHeadDim / 4) * 4, row = item.tile * kRows + r;
+  const int kv_head = blockIdx.y, kv_heads = gridDim.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  constexpr bool kExact = kSame<Act, float>;
+  constexpr int kVecs = (kHeadDim + 127) / 128;  // of four dimensions, a lane
+  float* shared = reinterpret_cast<float*>(dynamic_shared());  // [kMergeWarps][kHeadDim], then each warp's top and weights
+  float* warp_scales = shared + kMergeWarps * kHeadDim;
+  for (int r = blockIdx.z; r < kRows; r += kMergeRows) {
+    const int row = item.tile * kRows + r;
     if (row >= item.queries * group) return;
     const int64_t first = (static_cast<int64_t>(item.first) * kv_heads + kv_head) * kRows + r;
     const int64_t stride = static_cast<int64_t>(kv_heads) * kRows;
-    float top = kLowest, weights = 0, v[4] = {0, 0, 0, 0};
-    for (int p = 0; p < item.count; ++p) top = fmaxf(top, part_scales[2 * (first + p * stride)]);
-    for (int p = 0; p < item.count; ++p) {
+    float top = kLowest;
+    for (int p = lane; p < item.count; p += 32) top = fmaxf(top, part_scales[2 * (first + p * stride)]);
+    top = max_lanes(top);
+    float weights = 0, v[kVecs][4] = {};
+#pragma unroll 4
+    for (int p = warp; p < item.count; p += kMergeWarps) {
       const int64_t place = first + p * stride;
-      const float share = exp2_fast(part_scales[2 * place] - top);
+      const float share = exp2_of<kExact>(part_scales[2 * place] - top);
       weights = fmaf(share, part_scales[2 * place + 1], weights);
-      const Vec4 four = load_vec<Vec4>(part_values + place * kHeadDim + dim);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) v[k] = fmaf(share, float_of(four.w[k]), v[k]);
+      for (int n = 0; n < kVecs; ++n) {
+        const int dim = (n * 32 + lane) * 4;
+        if (kHeadDim % 128 != 0 && dim >= kHeadDim) break;
+        const Vec4 four = load_vec<Vec4>(part_values + place * kHeadDim + dim);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) v[n][k] = fmaf(share, float_of(four.w[k]), v[n][k]);
+      }
     }
-    const int h = kv_head * group + row % group;
-    finish_row<Act, kHasSinks>(out + static_cast<int64_t>(item.first_row + row / group) * out_stride + h * kHeadDim + dim,
-                               v, top, weights, sinks, h);
+#pragma unroll
+    for (int n = 0; n < kVecs; ++n) {
+      const int dim = (n * 32 + lane) * 4;
+      if (kHeadDim % 128 != 0 && dim >= kHeadDim) break;
+      store_vec(shared + warp * kHeadDim + dim,
+                Vec4{{bits_of(v[n][0]), bits_of(v[n][1]), bits_of(v[n][2]), bits_of(v[n][3])}});
+    }
+    if (lane == 0) warp_scales[warp] = weights;
+    __syncthreads();
+    if (static_cast<int>(threadIdx.x) < kHeadDim / 4) {
+      const int dim = threadIdx.x * 4, h = kv_head * group + row % group;
+      float all[4] = {0, 0, 0, 0}, of_all = 0;
+#pragma unroll
+      for (int w = 0; w < kMergeWarps; ++w) {
+        const Vec4 four = load_vec<Vec4>(shared + w * kHeadDim + dim);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) all[k] += float_of(four.w[k]);
+        of_all += warp_scales[w];
+      }
+      finish_row<Act, kHasSinks>(
+          out + static_cast<int64_t>(item.first_row + row / group) * out_stride + h * kHeadDim + dim, all, top, of_all,
+          sinks, h);
+    }
+    __syncthreads();
   }
 }
 

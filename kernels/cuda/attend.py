@@ -8,6 +8,7 @@ that one recorded launch serves every step.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,9 @@ from .types import ACTIVATIONS, EIGHT_BIT_KV, ELEMENT_BYTES, ELEMENTS
 
 HEADER = "attend.cuh"
 WINDOW, SOFT_CAP, SINKS, FINE_WEIGHTS = 1, 2, 4, 8  # as in attend.cuh
-MERGE_THREADS = 128
+MERGE_THREADS, MERGE_ROWS = 256, 4  # kMergeRows of attend.cuh: blocks that share a tile's rows
+# Parts of fewer tiles cost more than they bring; what a part costs besides its tokens, and merging, in tokens.
+_SHORTEST, _PART_TOKENS, _MERGE_TOKENS = 2, 32, 128
 COMPUTE = {"f16": "Half", "bf16": "Bf16", "tf32": "Tf32", "f32": "Fp32"}
 
 
@@ -59,6 +62,11 @@ class AttendShape:
         return Kernel(HEADER, f"attend_merge<{ELEMENTS[self.act]}, {self.head_dim}, {self.rows}, {sinks}>")
 
     @property
+    def merge_shared_bytes(self) -> int:
+        """Dynamic shared memory of `attend_merge`: a row of each warp, and the sum of its weights."""
+        return (self.head_dim + 1) * 4 * (MERGE_THREADS // 32)
+
+    @property
     def rows(self) -> int:
         return 16 * self.warps_m
 
@@ -84,6 +92,14 @@ class AttendShape:
         operand = 16 if self.compute in ("f16", "bf16") else 32
         steps = self.head_dim // 16
         return self.warps_m * steps * 32 * operand if steps * operand > 128 else 0
+
+
+def compute_of(act: str, kv: str) -> str:
+    """What attention multiplies in if nothing else is asked for.
+
+    Codes of 8 bits are exact in float16, and cost least there; queries, which may be out of its range, are scaled.
+    """
+    return "f16" if act == "bf16" and kv in EIGHT_BIT_KV else act
 
 
 def refusal(act: str, compute: str, kv: str) -> str | None:
@@ -151,14 +167,17 @@ def plan_attention(
             if not whole:
                 merge.append((sequence.first_row, sequence.count, index, parts, len(cuts) - 1, (0, 0, 0)))
                 parts += len(cuts) - 1
+    # The longest first: a GPU starts them in this order, and short ones fill its last gaps.
+    work.sort(key=lambda item: item[5] - item[6])
     return AttendPlan(np.array(work, WORK), np.array(merge, MERGE), parts)
 
 
 def choose_split(
-    sequences: Sequence[Queries], *, group: int, rows: int, tile: int, kv_heads: int, places: int, window: int = 0
+    sequences: Sequence[Queries], *, group: int, rows: int, tile: int, kv_heads: int, processors: int, window: int = 0
 ) -> int:
-    """The cut that spreads a step evenly over `places` blocks that run at once: a multiple of the tile.
+    """The cut that lets a GPU of so many SMs end soonest: a multiple of the tile.
 
+    An SM reads as fast for two blocks as for three, so what counts is how many tokens the busiest has to read.
     Depends on the company that a request has, so not for `--deterministic`, which has one cut for all steps.
     """
     lengths = []
@@ -168,10 +187,19 @@ def choose_split(
         lengths += [min(longest, window + rows) if window else longest] * tiles
     if not lengths:
         return tile
-    even = -(-sum(lengths) * kv_heads // places)
-    # Shorter parts than this cost more in merging than they bring.
-    shortest = 4 * tile
-    return max(shortest, -(-even // tile) * tile)
+    longest = max(lengths)
+    even = max(1, sum(lengths) * kv_heads // processors)
+    candidates = {-(-longest // parts // tile) * tile for parts in range(1, 9)}
+    candidates |= {-(-even // blocks // tile) * tile for blocks in range(1, 9)} | {_SHORTEST * tile}
+    counts = Counter(lengths)
+
+    def cost(split: int) -> tuple[int, int]:
+        blocks = kv_heads * sum(count * -(-length // split) for length, count in counts.items())
+        # One block alone leaves an SM waiting.
+        busiest = max(2, -(-blocks // processors)) * (min(split, longest) + _PART_TOKENS)
+        return busiest + (0 if split >= longest else _MERGE_TOKENS), -split
+
+    return min((split for split in candidates if split >= _SHORTEST * tile), key=cost)
 
 
 def table_of_counts(plan: AttendPlan) -> I32Array:

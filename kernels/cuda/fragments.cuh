@@ -51,37 +51,45 @@ LLMCTL_DEVICE OperandA<Mma> operand_a(const float (&row_g)[4], const float (&row
 // The nearest tf32; what is left of the value is then exact in float32.
 LLMCTL_DEVICE uint32_t nearest_tf32(uint32_t bits) { return (bits + 0x1000u) & 0xffffe000u; }
 
+// d += a b. Tensor cores cut their sums towards zero, which adds up over a long chain; so for float32 every step has a
+// sum of its own, the small products first, and is added to d rounded to nearest.
 template <class Mma>
 LLMCTL_DEVICE void multiply_add(float (&d)[4], const OperandA<Mma>& a, const OperandB<Mma>& b) {
   if constexpr (kIs16<Mma>) {
     mma_16<Mma>(d, a.r, b.r);
   } else {
+    uint32_t big_a[2][4], big_b[2][2];
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
-      uint32_t big_a[4], big_b[2];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) big_a[i] = nearest_tf32(a.r[4 * step + i]);
+      for (int i = 0; i < 4; ++i) big_a[step][i] = nearest_tf32(a.r[4 * step + i]);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) big_b[i] = nearest_tf32(b.r[2 * step + i]);
-      if constexpr (kSame<Mma, Fp32>) {
+      for (int i = 0; i < 2; ++i) big_b[step][i] = nearest_tf32(b.r[2 * step + i]);
+    }
+    if constexpr (kSame<Mma, Fp32>) {
+      float sum[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
         uint32_t small_a[4], small_b[2];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) small_a[i] = bits_of(float_of(a.r[4 * step + i]) - float_of(big_a[i]));
+        for (int i = 0; i < 4; ++i) small_a[i] = bits_of(float_of(a.r[4 * step + i]) - float_of(big_a[step][i]));
 #pragma unroll
-        for (int i = 0; i < 2; ++i) small_b[i] = bits_of(float_of(b.r[2 * step + i]) - float_of(big_b[i]));
-        mma_tf32(d, small_a, big_b);
-        mma_tf32(d, big_a, small_b);
+        for (int i = 0; i < 2; ++i) small_b[i] = bits_of(float_of(b.r[2 * step + i]) - float_of(big_b[step][i]));
+        mma_tf32(sum, small_a, big_b[step]);
+        mma_tf32(sum, big_a[step], small_b);
       }
-      mma_tf32(d, big_a, big_b);
+      mma_tf32(sum, big_a[0], big_b[0]);
+      mma_tf32(sum, big_a[1], big_b[1]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) d[i] += sum[i];
+    } else {
+      mma_tf32(d, big_a[0], big_b[0]);
+      mma_tf32(d, big_a[1], big_b[1]);
     }
   }
 }
 
 // ---- stored values as operands
-
-// What a value taken from its stored bits by `expand` has to be multiplied with.
-template <class Mma, class Stored>
-constexpr float kFactor = kSame<Mma, Half> && kSame<Stored, E4m3> ? 256.0f : 1.0f;
 
 // Four 8-bit codes, the first in the lowest byte.
 template <class Mma, class Stored>
@@ -106,19 +114,17 @@ LLMCTL_DEVICE OperandB<Mma> expand(uint32_t codes) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) b.r[i] = bits_of(v[i]);
     }
-  } else if constexpr (kIs16<Mma>) {
+  } else if constexpr (kSame<Mma, Half>) {
+    halfs_of<Stored>(b.r, codes);
+  } else if constexpr (kSame<Mma, Bf16>) {
     // The code's sign to the sign, its other bits to the lowest ones of exponent and highest of mantissa; a product with
-    // a power of two then mends the exponent's bias, for denormals too. In float16 that product is left to the caller.
+    // a power of two then mends the exponent's bias, for denormals too.
+    constexpr bool k5 = kSame<Stored, E5m2>;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint32_t high = pick_bytes(codes, 0, i == 0 ? 0x1404 : 0x3424);
       const uint32_t rest = high & 0x7f007f00u, sign = high & 0x80008000u;
-      if constexpr (kSame<Mma, Half>) {
-        b.r[i] = kSame<Stored, E5m2> ? high : sign | rest >> 1;
-      } else {
-        constexpr bool k5 = kSame<Stored, E5m2>;
-        b.r[i] = mul_pair<Bf16>(sign | rest >> (k5 ? 3 : 4), k5 ? 0x77807780u : 0x7b807b80u);
-      }
+      b.r[i] = mul_pair<Bf16>(sign | rest >> (k5 ? 3 : 4), k5 ? 0x77807780u : 0x7b807b80u);
     }
   } else {
     constexpr bool k5 = kSame<Stored, E5m2>;
@@ -149,7 +155,12 @@ LLMCTL_DEVICE OperandB<Mma> expand_words(const uint32_t* words) {
 // fp8 marks a token whose K holds a NaN by a NaN in the first value, which `expand` need not show.
 template <class Mma, class Stored>
 LLMCTL_DEVICE void show_mark(OperandB<Mma>& b, uint32_t codes) {
-  if constexpr (kSame<Stored, E4m3> || kSame<Stored, E5m2>) {
+#if defined(LLMCTL_GPU) && __CUDA_ARCH__ >= 890
+  constexpr bool kShown = kSame<Mma, Half>;
+#else
+  constexpr bool kShown = kSame<Mma, Half> && kSame<Stored, E5m2>;
+#endif
+  if constexpr (!kShown && (kSame<Stored, E4m3> || kSame<Stored, E5m2>)) {
     const bool marked = (codes & 0x7fu) == 0x7fu;
     if constexpr (kIs16<Mma>) {
       b.r[0] = marked ? (b.r[0] & 0xffff0000u) | 0x7fffu : b.r[0];

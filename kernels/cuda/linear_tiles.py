@@ -75,8 +75,10 @@ def choose_splits(
         wanted = -(-inputs // DETERMINISTIC_SPLIT)
     else:
         blocks = -(-rows // tile.rows) * -(-outputs // (16 * tile.panels))
-        # Two blocks per SM, each with at least two rounds of its ring to do, and partial sums that stay small.
-        wanted = max(1, min(2 * processors // blocks, steps // (2 * tile.stages), 16 if rows <= 64 else 4))
+        # Few rows: four blocks per SM, whose warps wait for each other; else two, which take all registers. Each has at
+        # least two rounds of its ring to do, and partial sums stay small.
+        per_processor = 4 if rows <= 64 else 2
+        wanted = max(1, min(per_processor * processors // blocks, steps // (2 * tile.stages), 16 if rows <= 64 else 4))
     each = -(-steps // wanted)
     each = -(-each // quantum) * quantum
     return -(-steps // each), each

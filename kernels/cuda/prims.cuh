@@ -152,15 +152,53 @@ LLMCTL_DEVICE uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selector
 #endif
 }
 
-// 2^x with an error of 2 ulp on a device; 0 for very negative x.
+// Four codes as Halfs, two and two: exactly, but that E4m3's NaN becomes a number before sm_89.
+template <class Stored>
+LLMCTL_DEVICE void halfs_of(uint32_t (&out)[2], uint32_t codes) {
+  if constexpr (kSame<Stored, E5m2>) {
+    out[0] = pick_bytes(codes, 0, 0x1404);
+    out[1] = pick_bytes(codes, 0, 0x3424);
+  } else {
+    static_assert(kSame<Stored, E4m3>);
+#if defined(LLMCTL_GPU) && __CUDA_ARCH__ >= 890
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high;}"
+        : "=r"(out[0]), "=r"(out[1])
+        : "r"(codes));
+#else
+    // All but the sign one place down, where the exponent's bias is eight more; the product mends it, for denormals too.
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t high = pick_bytes(codes, 0, i == 0 ? 0x1404 : 0x3424);
+      out[i] = mul_pair<Half>((high & 0x80008000u) | (high & 0x7f007f00u) >> 1, 0x5c005c00u);
+    }
+#endif
+  }
+}
+
+// 2^x with an error of 2^-22 of it; 0 for very negative x.
 LLMCTL_DEVICE float exp2_fast(float x) {
 #ifdef LLMCTL_GPU
   float out;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
   return out;
 #else
-  return exp2f(x);
+  return emu::exp2_approximate(x);
 #endif
+}
+
+// 2^x to an ulp; 0 for very negative x. Not for x above 126.
+LLMCTL_DEVICE float exp2_exact(float x) {
+  if (x != x) return x;
+  const float shifted = fmaxf(x, -126.0f) + 12582912.0f;  // 1.5 * 2^23: the nearest integer in the lowest bits
+  const float f = fmaxf(x, -126.0f) - (shifted - 12582912.0f);
+  float p = 1.5252734e-5f;  // the series ln(2)^k / k!
+  p = fmaf(p, f, 1.5403530e-4f);
+  p = fmaf(p, f, 1.3333558e-3f);
+  p = fmaf(p, f, 9.6181291e-3f);
+  p = fmaf(p, f, 5.5504109e-2f);
+  p = fmaf(p, f, 2.4022651e-1f);
+  p = fmaf(p, f, 6.9314718e-1f);
+  p = fmaf(p, f, 1.0f);
+  return x < -126.0f ? 0.0f : float_of(bits_of(p) + (bits_of(shifted) << 23));
 }
 
 // ---- memory
@@ -226,6 +264,13 @@ LLMCTL_DEVICE void copy_16(void* to, const void* from, bool valid) {
                : "memory");
 #else
   emu::copy_async(to, from, 16, valid ? 16 : 0, LLMCTL_SITE);
+#endif
+}
+LLMCTL_DEVICE void copy_16(void* to, const void* from) {
+#ifdef LLMCTL_GPU
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+#else
+  emu::copy_async(to, from, 16, 16, LLMCTL_SITE);
 #endif
 }
 // 4 bytes, likewise.

@@ -15,8 +15,7 @@ struct Pack {
 };
 
 template <class T>
-LLMCTL_DEVICE Pack<T> load_pack(const T* p) {
-  const Vec4 raw = load_vec<Vec4>(p);
+LLMCTL_DEVICE Pack<T> unpack(const Vec4& raw) {
   Pack<T> out;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -31,7 +30,12 @@ LLMCTL_DEVICE Pack<T> load_pack(const T* p) {
 }
 
 template <class T>
-LLMCTL_DEVICE void store_pack(T* p, const Pack<T>& values) {
+LLMCTL_DEVICE Pack<T> load_pack(const T* p) {
+  return unpack<T>(load_vec<Vec4>(p));
+}
+
+template <class T>
+LLMCTL_DEVICE Vec4 packed(const Pack<T>& values) {
   Vec4 raw;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -41,7 +45,12 @@ LLMCTL_DEVICE void store_pack(T* p, const Pack<T>& values) {
       raw.w[i] = pack_pair<T>(values.v[2 * i], values.v[2 * i + 1]);
     }
   }
-  store_vec(p, raw);
+  return raw;
+}
+
+template <class T>
+LLMCTL_DEVICE void store_pack(T* p, const Pack<T>& values) {
+  store_vec(p, packed(values));
 }
 
 // grid: rows that could be, 128 threads. out[row] = table[token[row]] * scale; width a multiple of 16 bytes. A token
@@ -65,7 +74,7 @@ __global__ void __launch_bounds__(128) embed(Act* out, const Act* table, const i
 // grid: rows that could be, kThreads threads, kThreads / 32 floats of shared memory.
 //   out[i] = x / sqrt(mean(x^2) + eps) * weight, with x = in[r], r = rows[i], or i if there are no `rows`
 //   kResidual: x = residual[r] + in[r], which also becomes residual[r], rounded as it is stored
-// width a multiple of 16 bytes.
+// width a multiple of 16 bytes. A thread keeps its first kKept loads in registers; what is wider is read again.
 template <class Act, bool kResidual, int kThreads>
 __global__ void __launch_bounds__(kThreads)
     rms_norm(Act* out, const Act* in, Act* residual, const Act* weight, const int32_t* rows, const int32_t* num_rows,
@@ -75,17 +84,36 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t r = rows == nullptr ? static_cast<int64_t>(blockIdx.x) : rows[blockIdx.x];
   const Act* x = in + r * width;
   Act* kept = kResidual ? residual + r * width : nullptr;
+  constexpr int kKept = 4;
+  const int begin = threadIdx.x * Pack<Act>::kCount;
   float squares = 0;
-  for (int i = threadIdx.x * Pack<Act>::kCount; i < width; i += kStep) {
-    Pack<Act> v = load_pack(x + i);
+  const auto add = [&](int i, const Vec4& first, const Vec4& second) {
+    Pack<Act> v = unpack<Act>(first);
     if constexpr (kResidual) {
-      const Pack<Act> other = load_pack(kept + i);
+      const Pack<Act> other = unpack<Act>(second);
 #pragma unroll
       for (int j = 0; j < Pack<Act>::kCount; ++j) v.v[j] = to_float(from_float<Act>(v.v[j] + other.v[j]));
       store_pack(kept + i, v);
     }
 #pragma unroll
     for (const float value : v.v) squares = fmaf(value, value, squares);
+    return packed(v);
+  };
+  // All loads are under way before the first is needed.
+  Vec4 near[kKept], other[kKept];
+#pragma unroll
+  for (int n = 0; n < kKept; ++n) {
+    if (begin + n * kStep < width) {
+      near[n] = load_vec<Vec4>(x + begin + n * kStep);
+      if constexpr (kResidual) other[n] = load_vec<Vec4>(kept + begin + n * kStep);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kKept; ++n) {
+    if (begin + n * kStep < width) near[n] = add(begin + n * kStep, near[n], other[n]);
+  }
+  for (int i = begin + kKept * kStep; i < width; i += kStep) {
+    add(i, load_vec<Vec4>(x + i), kResidual ? load_vec<Vec4>(kept + i) : Vec4{});
   }
   float* sums = reinterpret_cast<float*>(dynamic_shared());
   squares = sum_lanes(squares);
@@ -96,13 +124,18 @@ __global__ void __launch_bounds__(kThreads)
   for (int w = 0; w < kThreads / 32; ++w) total += sums[w];
   const float factor = 1.0f / sqrtf(total / static_cast<float>(width) + eps);
   const Act* again = kResidual ? kept : x;
-  for (int i = threadIdx.x * Pack<Act>::kCount; i < width; i += kStep) {
-    Pack<Act> v = load_pack(again + i);
+  const auto finish = [&](int i, const Vec4& raw) {
+    Pack<Act> v = unpack<Act>(raw);
     const Pack<Act> w = load_pack(weight + i);
 #pragma unroll
     for (int j = 0; j < Pack<Act>::kCount; ++j) v.v[j] = v.v[j] * factor * w.v[j];
     store_pack(out + static_cast<int64_t>(blockIdx.x) * width + i, v);
+  };
+#pragma unroll
+  for (int n = 0; n < kKept; ++n) {
+    if (begin + n * kStep < width) finish(begin + n * kStep, near[n]);
   }
+  for (int i = begin + kKept * kStep; i < width; i += kStep) finish(i, load_vec<Vec4>(again + i));
 }
 
 constexpr int kSilu = 0, kGeluTanh = 1, kRelu2 = 2;

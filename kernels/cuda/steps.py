@@ -34,7 +34,16 @@ from ..ops import (
     RopeStoreArgs,
 )
 from . import rows as kernels
-from .attend import MERGE_THREADS, WINDOW, AttendShape, Queries, plan_attention, table_of_counts
+from .attend import (
+    MERGE_ROWS,
+    MERGE_THREADS,
+    WINDOW,
+    AttendShape,
+    Queries,
+    compute_of,
+    plan_attention,
+    table_of_counts,
+)
 from .call import Argument, Call
 from .jit import architecture
 from .machine import Machine
@@ -173,8 +182,8 @@ def build_attend(args: AttendArgs, machine: Machine) -> tuple[StepOp]:
     """One tile and one cut serve prefill and decode alike, so that bits do not depend on which of them a row is in."""
     kv, dtype = args.kv, DTYPES[args.q.dtype]
     shape = choose_attend(
-        architecture(*machine.capability), dtype, dtype, kv.format.kind, kv.head_dim, kv.block_size,
-        WINDOW if args.window else 0, prefill=False,
+        architecture(*machine.capability), dtype, compute_of(dtype, kv.format.kind), kv.format.kind, kv.head_dim,
+        kv.block_size, WINDOW if args.window else 0, prefill=False,
     )  # fmt: skip
     assert ATTEND_SPLIT % shape.tile == 0, shape.tile
     return (StepOp(machine, args.batch, ROWS, lambda rows: _attention(args, machine, shape)),)
@@ -210,7 +219,8 @@ def _attention(args: AttendArgs, machine: Machine, shape: AttendShape) -> list[C
         merging = (
             out, _p(parts), _p(scales), _p(machine.send(plan.merge)), _p(counts + 4), _p(0), _i(width), _i(group)
         )  # fmt: skip
-        calls.append(Call(shape.merge_kernel, (len(plan.merge), kv.num_kv_heads, 1), MERGE_THREADS, 0, merging))
+        grid = (len(plan.merge), kv.num_kv_heads, MERGE_ROWS)
+        calls.append(Call(shape.merge_kernel, grid, MERGE_THREADS, shape.merge_shared_bytes, merging))
     return calls
 
 

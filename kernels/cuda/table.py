@@ -20,7 +20,7 @@ from .types import ACTIVATIONS, EIGHT_BIT_KV
 HEAD_DIMS = (64, 96, 128, 256)
 BLOCK_SIZES = (16, 32)
 FLAGS = (0, WINDOW, SINKS | WINDOW, SOFT_CAP, SOFT_CAP | WINDOW)
-COMPUTE = {"f16": ("f16",), "bf16": ("bf16",), "f32": ("f32", "tf32", "bf16")}
+COMPUTE = {"f16": ("f16",), "bf16": ("bf16", "f16"), "f32": ("f32", "tf32", "bf16")}
 WIDTHS = (1024, 4096, 8192)
 
 
@@ -76,7 +76,7 @@ def representatives(arch: str) -> list[Listed]:
     for act, compute, kv, flags, prefill in (
         ("bf16", "bf16", "bf16", 0, False),
         ("bf16", "bf16", "bf16", 0, True),
-        ("bf16", "bf16", "fp8_e4m3", 0, False),
+        ("bf16", "f16", "fp8_e4m3", 0, False),
         ("f16", "f16", "int8", WINDOW, False),
         ("f32", "f32", "f32", 0, False),
     ):
@@ -118,7 +118,7 @@ def _attention(shape: AttendShape) -> list[Listed]:
     in_flight = (shape.stages - 1) * shape.stage_bytes
     return [
         Listed(shape.kernel, shape.threads, shape.shared_bytes, in_flight),
-        Listed(shape.merge_kernel, MERGE_THREADS),
+        Listed(shape.merge_kernel, MERGE_THREADS, shape.merge_shared_bytes),
     ]
 
 

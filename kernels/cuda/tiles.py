@@ -54,8 +54,9 @@ def choose_attend(
     """The specialization for these types and sizes; raises NoKernel with the reason if there is none.
 
     Decode is bound by reading K and V: as many steps in flight as leave room for two blocks. Prefill is bound by the
-    tensor cores: two steps in flight do. So decode can afford fine weights, and has them; prefill, where they add a
-    third to the products, rounds its weights as other implementations do. `fine` decides otherwise.
+    tensor cores: two steps in flight do. So decode can afford fine weights, and has them where the result has as many
+    bits as what is multiplied; prefill, where they add a third to the products, rounds its weights as other
+    implementations do. `fine` decides otherwise.
     """
     reason = refusal(act, compute, kv)
     if reason is None and (head_dim % 32 != 0 or not 32 <= head_dim <= 256):
@@ -64,7 +65,7 @@ def choose_attend(
         reason = f"blocks have {block_size} tokens; 16, 32 and 64 are known"
     if reason is not None:
         raise NoKernel(f"no attention on a GPU: {reason}", "choose another `--kv-cache-dtype` or `--dtype`, or a CPU")
-    if (not prefill if fine is None else fine) and compute in ("f16", "bf16"):
+    if (not prefill and act == compute if fine is None else fine) and compute in ("f16", "bf16"):
         flags |= FINE_WEIGHTS
     sm = SMS[arch]
     if not prefill:

@@ -5,8 +5,7 @@
 // -fsanitize=thread but not linked with its runtime: the compiler then calls a hook before every access to memory, and
 // these hooks are ours (checker.cpp).
 //
-// Not modelled: time, weak memory between blocks, named barriers, mbarrier, TMA, wgmma, clusters, and the order in which
-// tensor cores sum.
+// Not modelled: time, weak memory between blocks, named barriers, mbarrier, TMA, wgmma, clusters.
 #pragma once
 
 #include <cmath>

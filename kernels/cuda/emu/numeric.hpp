@@ -36,6 +36,14 @@ inline uint16_t to_bf16(float v) {
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// 2^x off by as much as ex2.approx may be, to a side that the argument's bits decide; exact where the hardware is.
+inline float exp2_approximate(float x) {
+  const float exact = std::exp2(x);
+  if (x == std::floor(x) || !(std::fabs(x) < 126)) return x < -126 ? 0 : exact;
+  const uint32_t mixed = bits_of(x) * 2654435761u;
+  return exact * (1.0f + ((mixed >> 31) ? 1.0f : -1.0f) * 0x1p-22f);
+}
+
 // One operation on two 16-bit floats side by side, each result rounded once. A float holds the product of two exactly,
 // and their sum to more than twice their precision plus two bits, so rounding twice rounds as once.
 template <bool kBf16, class F>

@@ -118,6 +118,32 @@ void spread_tf32(const Meeting& meeting, Matrices& m) {
   }
 }
 
+// c + row * column as tensor cores sum it: products are exact, all addends are aligned to the largest and cut below
+// kKeptBits of it, and the sum is cut to a float, towards zero throughout (Fasi, Higham, Mikaitis, Pranesh, 2021). A long
+// chain of sums so loses half of a last bit at each, always to the same side.
+float sum_cut(float c, const float* row, const float* column, int depth) {
+  constexpr int kKeptBits = 25;
+  double addends[17] = {c};
+  double largest = std::fabs(addends[0]);
+  for (int k = 0; k < depth; ++k) {
+    addends[k + 1] = static_cast<double>(row[k]) * column[k];
+    largest = std::max(largest, std::fabs(addends[k + 1]));
+  }
+  double all = 0;
+  for (int k = 0; k <= depth; ++k) all += addends[k];
+  if (!std::isfinite(all) || largest == 0) return static_cast<float>(all);
+  uint64_t bits;
+  std::memcpy(&bits, &largest, 8);
+  const int shift = kKeptBits - 1 - (static_cast<int>(bits >> 52) - 1023);
+  const double to_units = std::ldexp(1.0, shift);
+  int64_t sum = 0;
+  for (int k = 0; k <= depth; ++k) sum += static_cast<int64_t>(addends[k] * to_units);
+  const uint64_t size = static_cast<uint64_t>(sum < 0 ? -sum : sum);
+  const int spare = size == 0 ? 0 : std::max(0, 40 - __builtin_clzll(size));
+  const double kept = std::ldexp(static_cast<double>(size >> spare << spare), -shift);
+  return static_cast<float>(sum < 0 ? -kept : kept);
+}
+
 }  // namespace
 
 void reset_warps(int threads) {
@@ -199,9 +225,7 @@ void mma(float* d, const uint32_t* a, const uint32_t* b, Operand operand, Site s
       for (int i = 0; i < 4; ++i) {
         const float* row = x.a[lane / 4 + (i >> 1) * 8];
         const float* column = x.b[lane % 4 * 2 + (i & 1)];
-        float sum = 0;
-        for (int k = 0; k < depth; ++k) sum += row[k] * column[k];
-        c[i] += sum;
+        c[i] = sum_cut(c[i], row, column, depth);
       }
       std::memcpy(m.out[lane], c, 16);
     }

@@ -10,6 +10,7 @@ import torch
 
 from llmctl.kernels.cuda.attend import (
     FINE_WEIGHTS,
+    MERGE_ROWS,
     MERGE_THREADS,
     SINKS,
     SOFT_CAP,
@@ -219,7 +220,8 @@ def run(case: Case, launcher, device: str = "cpu") -> torch.Tensor:
     )  # fmt: skip
     if len(plan.merge):
         launcher.launch(
-            shape.merge_kernel, (len(plan.merge) + 1, problem.kv_heads, 1), MERGE_THREADS, 0,
+            shape.merge_kernel, (len(plan.merge) + 1, problem.kv_heads, MERGE_ROWS), MERGE_THREADS,
+            shape.merge_shared_bytes,
             [
                 at(out), at(part_values), at(part_scales), at(merge), at(counts, 4), at(sinks),
                 ctypes.c_int32(width), ctypes.c_int32(problem.group),
@@ -231,7 +233,7 @@ def run(case: Case, launcher, device: str = "cpu") -> torch.Tensor:
 def bound(shape: AttendShape) -> float:
     """What `error` may be."""
     coarse = 0.0 if shape.flags & FINE_WEIGHTS else ROUNDED_WEIGHTS.get(shape.compute, 0.0)
-    return BOUNDS[shape.compute] + coarse
+    return max(BOUNDS[shape.compute], BOUNDS[shape.act]) + coarse
 
 
 def error(case: Case, out: torch.Tensor) -> float:

@@ -4,6 +4,7 @@ import dataclasses
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -92,8 +93,11 @@ def test_a_query_has_the_same_bits_alone_and_in_company(checked: Emulation) -> N
 def test_where_a_context_is_cut_does_not_depend_on_the_step() -> None:
     sequences = [Queries(0, 0, 1, 299), Queries(1, 1, 7, 250)]
     plan = plan_attention(sequences, group=4, rows=16, tile=64, split=128)
+    assert [int(w["end"] - w["begin"]) for w in plan.work] == sorted(
+        (w["end"] - w["begin"] for w in plan.work), reverse=True
+    )
     ends = {(int(w["slot"]), int(w["tile"])): [] for w in plan.work}
-    for item in plan.work:
+    for item in np.sort(plan.work, order="begin"):
         ends[int(item["slot"]), int(item["tile"])].append((int(item["begin"]), int(item["end"])))
     assert ends[0, 0] == [(0, 128), (128, 256), (256, 300)]
     assert ends[1, 0] == [(0, 128), (128, 254)]  # four queries of four heads: positions 250 to 253
@@ -108,9 +112,10 @@ def test_a_window_is_cut_at_the_same_places() -> None:
 
 def test_the_split_fills_the_gpu_but_parts_stay_worth_their_merge() -> None:
     sizes = {"group": 4, "rows": 16, "tile": 64, "kv_heads": 8}
-    assert choose_split([Queries(0, 0, 1, 8191)], places=132, **sizes) == 512
-    assert choose_split([Queries(0, 0, 1, 99)], places=132, **sizes) == 256
-    assert choose_split([Queries(i, i, 1, 4095) for i in range(128)], places=132, **sizes) == 31808
+    assert choose_split([Queries(0, 0, 1, 8191)], processors=132, **sizes) == 256  # two blocks for each SM
+    assert choose_split([Queries(0, 0, 1, 99)], processors=132, **sizes) == 128  # the whole in one part
+    for count, length in ((32, 2048), (128, 4096)):  # as many blocks as do without a merge
+        assert choose_split([Queries(i, i, 1, length - 1) for i in range(count)], processors=132, **sizes) >= length
 
 
 def test_formats_that_do_not_go_together_are_refused_with_what_does() -> None:
@@ -136,8 +141,8 @@ MUTANTS = {
         ("before its wait",),
     ),
     "tokens behind the end are fetched": (
-        "const bool valid = token >= begin && token < end;\n    const uint8_t* k",
-        "const bool valid = token >= begin;\n    const uint8_t* k",
+        "row < kTile && token >= begin && token < end ? table",
+        "row < kTile && token >= begin ? table",
         (),
     ),
     "rows beyond the last query are written": (
