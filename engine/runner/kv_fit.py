@@ -38,7 +38,7 @@ from .steering import find_steering
 
 log = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 PROBE_TOKENS = 512
 _BLOCK = 32
 _HEADROOM = 2.0
@@ -95,7 +95,7 @@ def _scales(model: PackedModel, layer: int, fit: KVFit, limit: float) -> F32Arra
 
 def _fits(model: PackedModel, plan: Plan) -> tuple[KVFit, ...]:
     """Each layer's fit, from beside the packed weights or made now."""
-    made_with = VERSION, PROBE_TOKENS, PROBE_TEXT, plan.isa, plan.bits, registry.build_id()
+    made_with = VERSION, PROBE_TOKENS, PROBE_TEXT, model.spec, plan.isa, plan.bits, registry.build_id()
     key = hashlib.sha256(msgspec.json.encode(made_with)).hexdigest()[:16]
     path = model.folder / f"kv-fit-{key}.npz"
     found = _read(path, model.spec)

@@ -41,7 +41,8 @@ def find_steering(q: F32Array, k: F32Array, v: F32Array, cos: F32Array, sin: F32
         seen = _second_moment(queries, k[head], v[head], cos, sin, window)
         orders.append(order.astype(np.int32))
         follows.append(_feedback(seen, order))
-    return KeySteering(np.stack(orders), np.stack(follows))
+    stretch = np.float32(cos[0, 0] ** 2 + sin[0, 0] ** 2)  # what turning back and forth comes to; not 1 with YaRN
+    return KeySteering(np.stack(orders), np.stack(follows) / stretch)
 
 
 def _second_moment(queries: F32Array, k: F32Array, v: F32Array, cos: F32Array, sin: F32Array, window: int) -> _F64:

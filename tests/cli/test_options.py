@@ -78,7 +78,8 @@ def test_no_options_give_the_defaults_of_the_engine():
 
 def test_every_engine_option_reaches_the_config():
     line = (
-        "m --dtype bf16 --kv-cache-dtype half --max-model-len 2k --max-num-seqs 3 --max-num-batched-tokens 1K "
+        "m --dtype bf16 --kv-cache-dtype half --kv-cache-dtype-skip-layers 0 "
+        "--kv-cache-dtype-skip-layers sliding_window --max-model-len 2k --max-num-seqs 3 --max-num-batched-tokens 1K "
         "--block-size 64 --num-gpu-blocks-override 7 --kv-cache-memory-bytes 1G --no-enable-prefix-caching "
         "--cache-eviction lru --cache-eviction-k 3 "
         "--scheduling-policy fair --tenant-weights a=3,b=0.5 --itl-target-ms 80 "
@@ -91,6 +92,7 @@ def test_every_engine_option_reaches_the_config():
         model="m",
         dtype="bfloat16",
         kv_cache_dtype="float16",
+        kv_cache_dtype_skip_layers=("0", "sliding_window"),
         max_model_len=2000,
         rope_scaling=RopeScaling(rope_type="yarn", factor=2.0),
         max_num_seqs=3,

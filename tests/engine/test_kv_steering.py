@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmctl.engine.runner.steering import _feedback, _turned_back
+from llmctl.engine.runner.steering import _feedback, _turned_back, find_steering
 from llmctl.kernels import _cpu
 from llmctl.kernels.cpu import ops as cpu
 from llmctl.kernels.formats import KVFormat
@@ -106,6 +106,16 @@ def test_queries_notice_far_less_of_the_error(kind: str, reference: bool) -> Non
         return total
 
     assert noticed(steering(dim)) < 0.15 * noticed(None)
+
+
+def test_where_the_rotation_stretches_the_feedback_shrinks() -> None:
+    rng = np.random.default_rng(2)
+    q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in ((40, 2, 16), (1, 40, 16), (1, 40, 16)))
+    angles = np.outer(np.arange(40), np.arange(1, 9) * 0.1)
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    plain, stretched = (find_steering(q, k, v, cos * f, sin * f, 0) for f in (np.float32(1), np.float32(1.25)))
+    assert np.allclose(plain.follow, stretched.follow * 1.25**2, atol=2e-3) and plain.follow.any()
+    assert np.array_equal(plain.order, stretched.order)
 
 
 def test_a_moment_turned_back_is_that_of_vectors_turned_back() -> None:

@@ -13,6 +13,7 @@ from llmctl.kernels import registry
 from llmctl.kernels.cuda import register
 from llmctl.kernels.cuda.emulated_machine import EmulatedMachine
 from llmctl.kernels.device import read_machine
+from llmctl.kernels.entry import Entry
 from llmctl.kernels.errors import NoKernel
 from llmctl.kernels.formats import F32, WeightFormat
 from llmctl.kernels.reference.weight import dequantize
@@ -48,6 +49,10 @@ def run(case: Case, device: str, kernels: str = "auto") -> dict[str, np.ndarray]
     return {name: array.copy() for name, array in case.outputs(args).items()}
 
 
+def linear_entries() -> list[Entry]:
+    return [entry for entry in registry.entries("cuda") if entry.op == "linear"]
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_bound_layer_computes_what_its_weight_means(use: Callable[..., EmulatedMachine], case: Case) -> None:
     use()
@@ -80,8 +85,7 @@ def test_what_depends_on_the_number_of_rows_is_refused_where_bits_must_not(
     args = CASES[0].make()
     for deterministic, expected in ((True, ["cuda"]), (False, ["cuda-fast", "cuda"])):
         use(deterministic=deterministic)
-        linears = [entry for entry in registry.entries("cuda") if entry.op == "linear"]
-        assert [entry.bits for entry in linears if entry.accepts(args) is None] == expected
+        assert [entry.bits for entry in linear_entries() if entry.accepts(args) is None] == expected
 
 
 def test_one_row_has_a_kernel_of_its_own_unless_bits_must_be_equal(use: Callable[..., EmulatedMachine]) -> None:
@@ -97,17 +101,16 @@ def test_one_row_has_a_kernel_of_its_own_unless_bits_must_be_equal(use: Callable
 def test_a_gpu_that_is_too_old_or_not_there_is_named(use: Callable[..., EmulatedMachine]) -> None:
     use(capability=(7, 5))
     args = CASES[0].make()
-    reasons = {entry.accepts(args) for entry in registry.entries("cuda")}
+    reasons = {entry.accepts(args) for entry in linear_entries()}
     assert reasons == {"the GPU has compute capability 7.5, 8.0 is needed"}
     register.use(None)
-    assert {entry.accepts(args) for entry in registry.entries("cuda")} == {"no GPU is in use"}
+    assert {entry.accepts(args) for entry in linear_entries()} == {"no GPU is in use"}
 
 
 def test_sizes_without_a_kernel_are_refused_with_the_reason(use: Callable[..., EmulatedMachine]) -> None:
     use()
     args = linear_case(F32, 5, 20, 9).make()
-    linears = [entry for entry in registry.entries("cuda") if entry.op == "linear"]
-    (reason,) = {entry.accepts(args) for entry in linears if entry.bits == "cuda"}
+    (reason,) = {entry.accepts(args) for entry in linear_entries() if entry.bits == "cuda"}
     assert reason == "9 inputs are no multiple of 8"
     other = dataclasses.replace(args, add=True)
     with pytest.raises(NoKernel, match="no kernel for linear on cuda: .*only generic kernels are asked for"):
