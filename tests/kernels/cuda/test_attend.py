@@ -43,10 +43,18 @@ SMALL = (
     Problem(prefill("f16", "f16", "fp8_e4m3", flags=ALL_FLAGS), PREFILL, 1, 2, 64, 50, 20.0),
     Problem(decode("f16", "f16", "int8", flags=FINE_WEIGHTS), DECODE, 1, 4, 64),
     Problem(decode("f32", "f32", "f32"), DECODE, 1, 2, 128),
+    Problem(decode("bf16", "f16", "fp8_e4m3"), DECODE, 1, 4, 64),
 )
 COMBINATIONS = [
     (act, compute, kv)
-    for act, compute in (("f16", "f16"), ("bf16", "bf16"), ("f32", "f32"), ("f32", "tf32"), ("f32", "bf16"))
+    for act, compute in (
+        ("f16", "f16"),
+        ("bf16", "bf16"),
+        ("bf16", "f16"),
+        ("f32", "f32"),
+        ("f32", "tf32"),
+        ("f32", "bf16"),
+    )
     for kv in ("f16", "bf16", "f32", "fp8_e4m3", "fp8_e5m2", "int8")
     if refusal(act, compute, kv) is None
 ]
@@ -77,6 +85,15 @@ def test_attention_is_right_and_touches_nothing_that_it_must_not(checked: Emulat
     checked.order("random", seed=3)
     answer(problem, checked)
     answer(dataclasses.replace(problem, distribution="outliers", seed=1), checked)
+
+
+def test_queries_beyond_the_range_of_what_is_multiplied_lose_nothing(checked: Emulation) -> None:
+    case = make(SMALL[4])
+    usual = run(case, checked)
+    case.q *= 2.0**20  # float16 ends at 65504
+    case.scale /= 2.0**20
+    assert torch.equal(run(case, checked), usual)
+    checked.forget()
 
 
 def test_a_query_has_the_same_bits_alone_and_in_company(checked: Emulation) -> None:
