@@ -102,7 +102,7 @@ def test_table_in_a_file_is_never_cut(console, budget):
     show(console, "a-model-with-a-long-name-" * 10, SIZE, budget)
     text = console.stdout.getvalue()
     assert "a-model-with-a-long-name-" * 10 in text
-    assert f"{budget.num_blocks} blocks of 32 tokens in int16, 544 B per token" in text
+    assert f"{budget.num_blocks} blocks of 32 tokens in int16, {budget.kv_bytes_per_token} B per token" in text
     assert "…" not in text and "\x1b" not in text
 
 
