@@ -7,9 +7,11 @@ leaves little time to begin in.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from .request import Request
+
+_PRUNE_AT = 1024  # requests that are remembered before those that have ended are looked for
 
 
 class Deadlines:
@@ -18,6 +20,7 @@ class Deadlines:
     def __init__(self) -> None:
         self._urgent: list[tuple[float, float, str]] = []  # (when it is, when it is due, request id)
         self._due: list[tuple[float, str, float]] = []  # (when, request id, seconds it could wait)
+        self._prune_at = _PRUNE_AT
 
     def add(self, request: Request, now: float) -> None:
         """Take note of a request that comes now."""
@@ -25,6 +28,16 @@ class Deadlines:
             due = now + request.max_wait_s
             heapq.heappush(self._urgent, (now + request.max_wait_s / 2, due, request.id))
             heapq.heappush(self._due, (due, request.id, request.max_wait_s))
+
+    def prune(self, is_open: Callable[[str], bool]) -> None:
+        """Now and then, forget the requests that are not open any more: some could have waited for days."""
+        if len(self._due) < self._prune_at:
+            return
+        self._urgent = [entry for entry in self._urgent if is_open(entry[2])]
+        self._due = [entry for entry in self._due if is_open(entry[1])]
+        heapq.heapify(self._urgent)
+        heapq.heapify(self._due)
+        self._prune_at = max(_PRUNE_AT, 2 * len(self._due))
 
     def urgent(self, now: float) -> Iterator[tuple[str, float]]:
         """Ids of requests that have become urgent, whether they still wait or not, and when they are due."""

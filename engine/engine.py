@@ -74,6 +74,7 @@ class Engine:
         """Queue a request. Raises CapacityError if it could never run."""
         self._scheduler.add(request)
         self._deadlines.add(request, self._clock())
+        self._deadlines.prune(self._scheduler.knows)
 
     def abort(self, request_id: str, index: int | None = None) -> tuple[Output, ...]:
         """End a request (or one of its sequences); its blocks are free at once. Unknown ids do nothing."""

@@ -79,6 +79,10 @@ class Scheduler:
         """Queue a request. CapacityError if it could not run even alone, UsageError for an id in use."""
         self._roster.add(request)
 
+    def knows(self, request_id: str) -> bool:
+        """Whether the request has not ended."""
+        return request_id in self._roster.requests
+
     def hurry(self, request_id: str, due: float) -> None:
         """Let a request that never ran go before others of its tenant and priority, but those with an earlier `due`."""
         for seq in self._roster.requests.get(request_id, ()):
