@@ -127,10 +127,9 @@ def test_what_our_decoder_refuses_goes_to_transformers(folders: dict[str, Path],
     assert why_transformers(llama, "auto") == "" and why_transformers(olmo2, "llmctl") == ""
     assert why_transformers(llama, "transformers") == "as `--model-impl transformers` asks"
     config = json.loads((tmp_path / "config.json").read_text())
-    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_parameters": yarn}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_act": "relu"}))
     assert why_transformers(llama, "auto") == (
-        "our decoder does not know it: rope type 'yarn' in `rope_type`; supported: default, linear, llama3"
+        "our decoder does not know it: activation 'relu' in `hidden_act`; supported: silu, gelu_pytorch_tanh"
     )
     tokens = some_tokens(40)
     runner = make_runner(tmp_path, tmp_path / "cache")

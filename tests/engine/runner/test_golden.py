@@ -45,7 +45,7 @@ def load(folder: Path, golden: object, **options: object) -> None:
 def test_the_weights_that_were_measured_give_the_same_bits(
     options: dict[str, object], folder: Path, golden: Golden, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", "llmctl"):
         load(folder, golden, **options)
     assert "differ by up to 0 of" in caplog.text
     assert not [record for record in caplog.records if record.levelname == "WARNING" and "logits" in record.message]
@@ -56,7 +56,7 @@ def test_a_context_shorter_than_the_golden_tokens_compares_as_many_as_fit(folder
 
 
 def test_another_format_of_the_cache_may_round(folder: Path, golden: Golden, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", "llmctl"):
         load(folder, golden, kv_cache_dtype="float16")
     assert "the logits differ by up to 0.0" in caplog.text and "up to 0 of" not in caplog.text
 
