@@ -122,7 +122,9 @@ def _default_model(environment: Environment, remotes: Remotes) -> str:
 
 def _problems(environment: Environment, kernels: tuple[Choice, ...], packages: dict[str, str]) -> list[str]:
     problems = [f"package `{name}` is not installed" for name in NEEDED if not packages[name]]
-    slow = [choice for choice in kernels if choice.isa == "reference"]
+    # An op that only the reference has on every machine is no fault of this one.
+    some = any(choice.isa != "reference" for choice in kernels)
+    slow = [choice for choice in kernels if choice.isa == "reference" and (choice.refused or not some)]
     for reason in dict.fromkeys("; ".join(choice.refused) for choice in slow):
         ops = dict.fromkeys(choice.op for choice in slow if "; ".join(choice.refused) == reason)
         problems.append(f"{', '.join(ops)} would run on the slow reference: {reason or 'no kernel is registered'}")

@@ -33,7 +33,7 @@ class Latent:
         stored = latent_view(kv)
         positions = torch.from_numpy(batch.position[:rows]).long()
         given = torch.from_numpy(args.latent)[:rows, : kv.head_dim]
-        latents = rms_norm(given[:, :rank], torch.from_numpy(args.kv_norm), args.norm_eps)
+        latents = rms_norm(given[:, :rank], torch.tensor(args.kv_norm), args.norm_eps)
         keys = self._rotate(given[:, rank:], positions).float()
         q = torch.from_numpy(args.q)[:rows, : heads * (args.nope_dim + rope_dim)].double().view(rows, heads, -1)
         turned = self._rotate(q[:, :, args.nope_dim :], positions[:, None])
