@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -151,7 +152,12 @@ def test_children_of_a_server_end_with_it(fake, tmp_path):
             await server.wait_ready(client, 60)
         (entry,) = written(log)
         assert alive(entry["pid"]) and alive(entry["child"])
-        await servers.stop(server)
+        child = os.pidfd_open(entry["child"])
+        try:
+            await servers.stop(server)
+            assert select.select([child], [], [], 60)[0], "a signal that was sent ends its process when that gets a CPU"
+        finally:
+            os.close(child)
         return entry
 
     entry = asyncio.run(main())
