@@ -103,6 +103,7 @@ class LLM:
         seed: int | None = None,
         async_depth: int = 1,
         kernels: str = "auto",
+        attention_compute: str = "auto",
         model_impl: str = "auto",
         speculative_config: SpeculativeConfig | dict[str, str | int] | None = None,
         process: bool = False,
@@ -134,6 +135,7 @@ class LLM:
             seed=0 if seed is None else seed,
             async_depth=async_depth,
             kernels=kernels,
+            attention_compute=attention_compute,
             model_impl=model_impl,
             speculative_config=_speculation(speculative_config),
         )

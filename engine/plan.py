@@ -11,8 +11,9 @@ import msgspec
 
 from ..kernels import registry
 from ..kernels.device import default_threads, read_machine
+from ..kernels.errors import UsageError
 from .budget import MemoryBudget, ModelSize, memory_budget
-from .config import NO_SPECULATION, EngineConfig, SpeculativeConfig, environment
+from .config import ATTENTION_COMPUTE, NO_SPECULATION, EngineConfig, SpeculativeConfig, environment
 from .kv_groups import KVGroup
 from .load.model import Model
 from .models.arch import DecoderSpec, RopeSpec
@@ -33,6 +34,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     bits: str
     model_impl: str
     kernels: str
+    attention_compute: str
     threads: int
     weight_formats: tuple[str, ...]
     ropes: tuple[RopeSpec, ...]
@@ -67,7 +69,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Two engines with the same fingerprint give the same bits."""
         same_bits = (
             *(self.digest, self.model_impl, self.isa, self.bits, self.weight_formats, self.kv_formats),
-            *(self.ropes, registry.build_id()),
+            *(self.ropes, self.attention_compute, registry.build_id()),
         )
         return "llmctl-" + hashlib.sha256(msgspec.json.encode(same_bits)).hexdigest()[:16]
 
@@ -81,6 +83,11 @@ def resolve(
     Raises UsageError for options that contradict the model, CapacityError when it does not fit.
     """
     config.check()
+    if config.attention_compute not in ("auto", "float32") and config.kernels != registry.CUDA:
+        raise UsageError(
+            f"--attention-compute is `{config.attention_compute}`, and attention runs on the CPU, in float32",
+            "leave it out, or run on a GPU",
+        )
     threads = config.threads or default_threads()
     formats = model.weight_formats
     beside = None if draft is None else ModelSize(draft.spec, draft.weight_bytes, draft.weight_formats)
@@ -96,6 +103,7 @@ def resolve(
         bits=bits,
         model_impl=model.implementation,
         kernels=config.kernels,
+        attention_compute=ATTENTION_COMPUTE[config.attention_compute],
         threads=threads,
         weight_formats=formats,
         ropes=_ropes(model.spec, budget.max_model_len),

@@ -109,7 +109,8 @@ def build(folder: Path, dtype: str, batch: Batch, kv: Mapping[int, KVLayer], lim
     traced = trace(model)
     for layer, call in enumerate(traced.calls):
         call.module.llmctl_attention = PagedAttention(  # type: ignore[assignment]
-            batch, kv[layer], call.num_heads, call.scale, call.window, limits.max_positions, buffers
+            *(batch, kv[layer], call.num_heads, call.scale, call.window, limits.max_positions, buffers),
+            limits.attention_compute,
         )
     model.set_attn_implementation(PAGED)
     logits = make_rows(traced.vocab_size, limits.max_logit_rows)

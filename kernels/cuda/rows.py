@@ -12,12 +12,14 @@ ROW_THREADS = 128
 HEADS_PER_BLOCK = 4
 
 
-def rope_store(act: str, kv: str, head_dim: int, block_size: int, rope: str, *, norm: bool) -> Kernel:
+def rope_store(
+    act: str, kv: str, head_dim: int, block_size: int, rope: str, *, norm: bool, steered: bool = False
+) -> Kernel:
     """q and k normed and rotated, k and v stored; a block of threads does HEADS_PER_BLOCK heads of a row."""
-    flag = "true" if norm else "false"
+    flags = ", ".join("true" if flag else "false" for flag in (norm, steered))
     return Kernel(
         "rope_store.cuh",
-        f"rope_store<{ELEMENTS[act]}, {ELEMENTS[kv]}, {head_dim}, {block_size}, {ROPE[rope]}, {flag}>",
+        f"rope_store<{ELEMENTS[act]}, {ELEMENTS[kv]}, {head_dim}, {block_size}, {ROPE[rope]}, {flags}>",
     )
 
 
@@ -34,6 +36,11 @@ def rms_norm(act: str, width: int, *, residual: bool) -> tuple[Kernel, int]:
 
 def act_mul(act: str, activation: str) -> Kernel:
     return Kernel("rows.cuh", f"act_mul<{ELEMENTS[act]}, {ACTIVATION[activation]}>")
+
+
+def act_mul_apart(act: str, activation: str) -> Kernel:
+    """`act_mul` of gate and up that lie apart."""
+    return Kernel("apart.cuh", f"act_mul_apart<{ELEMENTS[act]}, {ACTIVATION[activation]}>")
 
 
 COPY_TOKENS = Kernel("kv_blocks.cuh", "copy_tokens")

@@ -19,7 +19,7 @@ from .types import ACTIVATIONS, EIGHT_BIT_KV
 
 HEAD_DIMS = (64, 96, 128, 256)
 BLOCK_SIZES = (16, 32)
-FLAGS = (0, WINDOW, SINKS | WINDOW, SOFT_CAP, SOFT_CAP | WINDOW)
+FLAGS = (0, WINDOW, SINKS, SINKS | WINDOW, SOFT_CAP, SOFT_CAP | WINDOW)
 COMPUTE = {"f16": ("f16",), "bf16": ("bf16", "f16"), "f32": ("f32", "tf32", "bf16")}
 WIDTHS = (1024, 4096, 8192)
 
@@ -45,11 +45,8 @@ def model_kernels(arch: str, needs: ModelNeeds) -> list[Listed]:
     listed = [
         Listed(rows.embed(needs.act), rows.ROW_THREADS),
         *(_norm(needs.act, needs.hidden_size, residual) for residual in (False, True)),
-        Listed(rows.act_mul(needs.act, needs.activation), rows.ROW_THREADS),
-        Listed(
-            rows.rope_store(needs.act, needs.kv, needs.head_dim, needs.block_size, "halves", norm=needs.head_norms),
-            rows.ROW_THREADS,
-        ),
+        *_gated(needs.act, needs.activation),
+        *_stores(needs.act, needs.kv, needs.head_dim, needs.block_size, "halves", norm=needs.head_norms),
         *linear_kernels(needs.act, needs.weights),
         *_shared(),
     ]
@@ -69,8 +66,8 @@ def representatives(arch: str) -> list[Listed]:
     listed = [
         Listed(rows.embed("bf16"), rows.ROW_THREADS),
         _norm("bf16", 4096, residual=True),
-        Listed(rows.act_mul("bf16", "silu"), rows.ROW_THREADS),
-        Listed(rows.rope_store("bf16", "fp8_e4m3", 128, 16, "halves", norm=True), rows.ROW_THREADS),
+        *_gated("bf16", "silu"),
+        *_stores("bf16", "fp8_e4m3", 128, 16, "halves", norm=True),
         *_shared(),
     ]
     for act, compute, kv, flags, prefill in (
@@ -90,12 +87,12 @@ def all_kernels(arch: str) -> list[Listed]:
     for act in ACTIVATIONS:
         listed.append(Listed(rows.embed(act), rows.ROW_THREADS))
         listed += (_norm(act, width, residual) for width in WIDTHS for residual in (False, True))
-        listed += (Listed(rows.act_mul(act, name), rows.ROW_THREADS) for name in rows.ACTIVATION)
+        for name in rows.ACTIVATION:
+            listed += _gated(act, name)
         for kv, head_dim, block_size in _caches(act):
             for rope in rows.ROPE:
                 for norm in (False, True):
-                    kernel = rows.rope_store(act, kv, head_dim, block_size, rope, norm=norm)
-                    listed.append(Listed(kernel, rows.ROW_THREADS))
+                    listed += _stores(act, kv, head_dim, block_size, rope, norm=norm)
             for compute in COMPUTE[act]:
                 if refusal(act, compute, kv) is not None:
                     continue
@@ -111,6 +108,18 @@ def _caches(act: str) -> Iterator[tuple[str, int, int]]:
         for head_dim in HEAD_DIMS:
             for block_size in BLOCK_SIZES:
                 yield kv, head_dim, block_size
+
+
+def _gated(act: str, activation: str) -> list[Listed]:
+    kernels = rows.act_mul(act, activation), rows.act_mul_apart(act, activation)
+    return [Listed(kernel, rows.ROW_THREADS) for kernel in kernels]
+
+
+def _stores(act: str, kv: str, head_dim: int, block_size: int, rope: str, *, norm: bool) -> list[Listed]:
+    """With and without steering where there is any."""
+    ways = (False, True) if kv in EIGHT_BIT_KV and rope != "interleaved" else (False,)
+    kernels = (rows.rope_store(act, kv, head_dim, block_size, rope, norm=norm, steered=steered) for steered in ways)
+    return [Listed(kernel, rows.ROW_THREADS) for kernel in kernels]
 
 
 def _attention(shape: AttendShape) -> list[Listed]:

@@ -10,10 +10,10 @@ import pytest
 from llmctl.engine import config
 from llmctl.engine.llm import LLM
 from llmctl.engine.request import SamplingParams
-from llmctl.engine.runner import runner
 from llmctl.kernels.cuda import register
 from llmctl.kernels.cuda.emulate import compiler
 from llmctl.kernels.cuda.emulated_machine import EmulatedMachine
+from llmctl.kernels.errors import UsageError
 
 from .quantized import write_quantized
 from .tiny import write_checkpoint
@@ -27,11 +27,10 @@ GROWING = [[(i * 31 + j * 7) % 290 + 5 for i in range(12 + 3 * j)] for j in rang
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The emulator in use, `kernels="cuda"` an option, and a cache as plain on the CPU as it is on a GPU."""
+    """The emulator in use, and `kernels="cuda"` an option."""
     if compiler() is None:
         pytest.skip("emulation needs a C++ compiler")
     monkeypatch.setattr(config, "KERNELS", (*config.KERNELS, "cuda"))
-    monkeypatch.setattr(runner, "fit_cache", lambda layers, model, plan: layers)
     register.use(EmulatedMachine(BUILDS))
     yield
     register.use(None)
@@ -44,7 +43,7 @@ def tokens(model: Path, kernels: str, *, twice: bool = False, **options: object)
     params = [greedy, SamplingParams(temperature=0.9, seed=5, max_tokens=9, ignore_eos=True), greedy, greedy]
     if "preemption_mode" in options:
         prompts, params = GROWING, [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 3
-    with LLM(str(model), dtype="float32", process=False, kernels=kernels, **{**OPTIONS, **options}) as llm:
+    with LLM(str(model), process=False, kernels=kernels, **{"dtype": "float32", **OPTIONS, **options}) as llm:
         for _ in range(2 if twice else 1):
             outputs = llm.generate(prompts, params)
         if twice:
@@ -78,8 +77,16 @@ def test_a_cache_of_8_bits_gives_the_tokens_of_the_cpu(model: Path, kind: str) -
     assert tokens(model, "cuda", kv_cache_dtype=kind) == tokens(model, "auto", kv_cache_dtype=kind)
 
 
+def test_attention_in_tf32_is_an_option_that_a_cpu_refuses(model: Path) -> None:
+    assert len(tokens(model, "cuda", attention_compute="tf32")) == len(PROMPTS)
+    with pytest.raises(UsageError, match="`tf32`, and attention runs on the CPU"):
+        tokens(model, "auto", attention_compute="tf32")
+
+
 @pytest.mark.parametrize("kind", ["awq", pytest.param("gptq-v2-desc-act", marks=pytest.mark.slow)])
 def test_int4_weights_give_the_tokens_of_the_cpu(tmp_path: Path, kind: str) -> None:
     model = write_checkpoint(tmp_path, "qwen3")
     write_quantized(model, kind)
-    assert tokens(model, "cuda") == tokens(model, "auto")
+    unpacked = tokens(model, "auto")
+    assert tokens(model, "cuda") == unpacked
+    assert tokens(model, "cuda", dtype="auto", kv_cache_dtype="float32") == unpacked
