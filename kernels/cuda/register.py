@@ -36,6 +36,8 @@ def entries() -> tuple[Entry, ...]:
     step = (
         ("embed", steps.refuse_embed, steps.build_embed, "rows.cuh"),
         ("norm", steps.refuse_norm, steps.build_norm, "rows.cuh"),
+        ("norm_add", steps.refuse_norm_add, steps.build_norm_add, "rows.cuh"),
+        ("latent", steps.refuse_latent, steps.build_latent, "steps.py"),
         ("rope_store", steps.refuse_rope_store, steps.build_rope_store, "rope_store.cuh"),
         ("attend", steps.refuse_attend, steps.build_attend, "attend.cuh"),
         ("act_mul", steps.refuse_act_mul, steps.build_act_mul, "apart.cuh"),

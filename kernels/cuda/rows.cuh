@@ -74,8 +74,9 @@ __global__ void __launch_bounds__(128) embed(Act* out, const Act* table, const i
 // grid: rows that could be, kThreads threads, kThreads / 32 floats of shared memory.
 //   out[i] = x / sqrt(mean(x^2) + eps) * weight, with x = in[r], r = rows[i], or i if there are no `rows`
 //   kResidual: x = residual[r] + in[r], which also becomes residual[r], rounded as it is stored
+//   kAdd: the result is added to out[i] instead of written there
 // width a multiple of 16 bytes. A thread keeps its first kKept loads in registers; what is wider is read again.
-template <class Act, bool kResidual, int kThreads>
+template <class Act, bool kResidual, int kThreads, bool kAdd = false>
 __global__ void __launch_bounds__(kThreads)
     rms_norm(Act* out, const Act* in, Act* residual, const Act* weight, const int32_t* rows, const int32_t* num_rows,
              int width, float eps) {
@@ -127,9 +128,15 @@ __global__ void __launch_bounds__(kThreads)
   const auto finish = [&](int i, const Vec4& raw) {
     Pack<Act> v = unpack<Act>(raw);
     const Pack<Act> w = load_pack(weight + i);
+    Act* to = out + static_cast<int64_t>(blockIdx.x) * width + i;
 #pragma unroll
     for (int j = 0; j < Pack<Act>::kCount; ++j) v.v[j] = v.v[j] * factor * w.v[j];
-    store_pack(out + static_cast<int64_t>(blockIdx.x) * width + i, v);
+    if constexpr (kAdd) {
+      const Pack<Act> before = load_pack(to);
+#pragma unroll
+      for (int j = 0; j < Pack<Act>::kCount; ++j) v.v[j] += before.v[j];
+    }
+    store_pack(to, v);
   };
 #pragma unroll
   for (int n = 0; n < kKept; ++n) {

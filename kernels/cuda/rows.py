@@ -27,11 +27,12 @@ def embed(act: str) -> Kernel:
     return Kernel("rows.cuh", f"embed<{ELEMENTS[act]}>")
 
 
-def rms_norm(act: str, width: int, *, residual: bool) -> tuple[Kernel, int]:
+def rms_norm(act: str, width: int, *, residual: bool, add: bool = False) -> tuple[Kernel, int]:
     """The kernel and its threads: as few as keep each at no more than four loads of 16 bytes, where that can be."""
     per_load = 4 if act == "f32" else 8
     threads = next((n for n in NORM_THREADS if width <= 4 * per_load * n), NORM_THREADS[-1])
-    return Kernel("rows.cuh", f"rms_norm<{ELEMENTS[act]}, {'true' if residual else 'false'}, {threads}>"), threads
+    flags = f"{'true' if residual else 'false'}, {threads}{', true' if add else ''}"
+    return Kernel("rows.cuh", f"rms_norm<{ELEMENTS[act]}, {flags}>"), threads
 
 
 def act_mul(act: str, activation: str) -> Kernel:

@@ -29,6 +29,8 @@ from ..ops import (
     KVCopy,
     KVCopyArgs,
     KVLayer,
+    LatentArgs,
+    NormAddArgs,
     NormArgs,
     PackedWeight,
     RopeStoreArgs,
@@ -115,6 +117,30 @@ def build_norm(args: NormArgs, machine: Machine) -> tuple[StepOp]:
     )  # fmt: skip
     shared = threads // 32 * 4
     return (StepOp(machine, args.batch, count, lambda rows: [Call(kernel, (rows, 1, 1), threads, shared, fixed)]),)
+
+
+def refuse_norm_add(args: NormAddArgs) -> str | None:
+    width = len(args.weight)
+    return refuse_rows(args.x, width) or refuse_rows(args.out, width)
+
+
+def build_norm_add(args: NormAddArgs, machine: Machine) -> tuple[StepOp]:
+    dtype, width = DTYPES[args.x.dtype], len(args.weight)
+    kernel, threads = kernels.rms_norm(dtype, width, residual=False, add=True)
+    fixed = (
+        _at(machine, args.out), _at(machine, args.x), _p(0), _p(machine.upload(as_stored(args.weight, dtype))), _p(0),
+        _count(machine, args.batch, ROWS), _i(width), ctypes.c_float(args.eps),
+    )  # fmt: skip
+    shared = threads // 32 * 4
+    return (StepOp(machine, args.batch, ROWS, lambda rows: [Call(kernel, (rows, 1, 1), threads, shared, fixed)]),)
+
+
+def refuse_latent(args: LatentArgs) -> str | None:
+    return "attention on latents runs on the CPU alone"
+
+
+def build_latent(args: LatentArgs, machine: Machine) -> tuple[StepOp]:
+    raise AssertionError("an entry that refuses was built")
 
 
 def refuse_act_mul(args: ActMulArgs) -> str | None:

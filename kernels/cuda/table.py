@@ -44,7 +44,7 @@ def model_kernels(arch: str, needs: ModelNeeds) -> list[Listed]:
     """Every kernel that a model's forward pass and its sampling launch."""
     listed = [
         Listed(rows.embed(needs.act), rows.ROW_THREADS),
-        *(_norm(needs.act, needs.hidden_size, residual) for residual in (False, True)),
+        *_norms(needs.act, needs.hidden_size),
         *_gated(needs.act, needs.activation),
         *_stores(needs.act, needs.kv, needs.head_dim, needs.block_size, "halves", norm=needs.head_norms),
         *linear_kernels(needs.act, needs.weights),
@@ -65,7 +65,7 @@ def representatives(arch: str) -> list[Listed]:
     """At least one of each template, and of attention the kinds that differ most: what CI compiles."""
     listed = [
         Listed(rows.embed("bf16"), rows.ROW_THREADS),
-        _norm("bf16", 4096, residual=True),
+        *_norms("bf16", 4096),
         *_gated("bf16", "silu"),
         *_stores("bf16", "fp8_e4m3", 128, 16, "halves", norm=True),
         *_shared(),
@@ -86,7 +86,8 @@ def all_kernels(arch: str) -> list[Listed]:
     listed = [*_shared(), *all_linears()]
     for act in ACTIVATIONS:
         listed.append(Listed(rows.embed(act), rows.ROW_THREADS))
-        listed += (_norm(act, width, residual) for width in WIDTHS for residual in (False, True))
+        for width in WIDTHS:
+            listed += _norms(act, width)
         for name in rows.ACTIVATION:
             listed += _gated(act, name)
         for kv, head_dim, block_size in _caches(act):
@@ -131,9 +132,11 @@ def _attention(shape: AttendShape) -> list[Listed]:
     ]
 
 
-def _norm(act: str, width: int, residual: bool) -> Listed:
-    kernel, threads = rows.rms_norm(act, width, residual=residual)
-    return Listed(kernel, threads, threads // 32 * 4)
+def _norms(act: str, width: int) -> list[Listed]:
+    """Plain, of a sum that is kept, and added to what is there."""
+    ways = ({"residual": False}, {"residual": True}, {"residual": False, "add": True})
+    kernels = (rows.rms_norm(act, width, **way) for way in ways)
+    return [Listed(kernel, threads, threads // 32 * 4) for kernel, threads in kernels]
 
 
 def _shared() -> list[Listed]:

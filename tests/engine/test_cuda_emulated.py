@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import transformers
 
 from llmctl.engine import config
 from llmctl.engine.llm import LLM
@@ -13,10 +15,10 @@ from llmctl.engine.request import SamplingParams
 from llmctl.kernels.cuda import register
 from llmctl.kernels.cuda.emulate import compiler
 from llmctl.kernels.cuda.emulated_machine import EmulatedMachine
-from llmctl.kernels.errors import UsageError
+from llmctl.kernels.errors import LlmctlError, UsageError
 
 from .quantized import write_quantized
-from .tiny import write_checkpoint
+from .tiny import FAMILIES, randomize, write_checkpoint, write_tokenizer
 
 BUILDS = Path(__file__).resolve().parents[2] / "build" / "emulated"
 OPTIONS = {"max_model_len": 96, "num_gpu_blocks_override": 24, "block_size": 16, "max_num_batched_tokens": 32}
@@ -90,3 +92,45 @@ def test_int4_weights_give_the_tokens_of_the_cpu(tmp_path: Path, kind: str) -> N
     unpacked = tokens(model, "auto")
     assert tokens(model, "cuda") == unpacked
     assert tokens(model, "cuda", dtype="auto", kv_cache_dtype="float32") == unpacked
+
+
+def write_wide(folder: Path, family: str) -> Path:
+    """A tiny model of the family whose heads have 32 dimensions, the fewest that a GPU's attention takes."""
+    config = copy.deepcopy(FAMILIES[family])
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 2, 1, 32
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    randomize(model)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in ("llama-tied-bias", "mistral", "gemma3") else pytest.param(family, marks=pytest.mark.slow)
+        for family in FAMILIES
+    ],
+)
+def test_every_family_gives_the_tokens_of_the_cpu(tmp_path: Path, family: str) -> None:
+    model = write_wide(tmp_path, family)
+    found = []
+    for kernels in ("cuda", "auto"):
+        with LLM(str(model), dtype="float32", process=False, kernels=kernels, **OPTIONS) as llm:
+            outputs = llm.generate([[7] * 3 + PREFIX * 2], [SamplingParams(temperature=0, max_tokens=5)])
+            found.append(outputs[0].outputs[0].token_ids)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("gemma3", "heads of 24 dimensions; multiples of 32 up to 256 are known"),
+        ("deepseek-v2", "attention on latents runs on the CPU alone"),
+        ("mixtral", "a `mixtral` model is computed by transformers' modules, which run on the CPU alone"),
+    ],
+)
+def test_what_a_gpu_cannot_run_is_refused_with_the_reason(tmp_path: Path, family: str, said: str) -> None:
+    model = write_checkpoint(tmp_path, family)
+    with pytest.raises(LlmctlError, match=said):
+        LLM(str(model), dtype="float32", process=False, kernels="cuda", **OPTIONS)
