@@ -6,12 +6,14 @@ import errno
 import logging
 from collections.abc import Callable
 
+from ..kernels import registry
 from ..kernels.errors import CapacityError
 from .audit import AuditedEngine
 from .budget import MemoryBudget, blocks_for
 from .config import EngineConfig, environment
 from .drafting import draft_config, make_proposer
 from .engine import Core, Engine, StepRunner
+from .load.convert import NATIVE
 from .load.hub import resolve as resolve_source
 from .load.model import Model, open_model
 from .load.progress import Progress
@@ -37,7 +39,7 @@ def find_model(config: EngineConfig, progress: Progress | None = None) -> Model:
     return open_model(
         source,
         implementation=config.model_impl,
-        dtype=config.dtype,
+        dtype=NATIVE if config.kernels == registry.CUDA and config.dtype == "auto" else config.dtype,
         cache=settings.cache,
         progress=progress,
         rope_scaling=config.rope_scaling,

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from ...kernels import registry
+from ...kernels.errors import NoKernel
 from ...kernels.formats import FP8_LARGEST, KVFormat
 from ...kernels.ops import ROWS, SEQS, F32Array, KeySteering, KVLayer, make_batch, steering_width
 from ..kv_groups import KVGroup
@@ -70,8 +71,14 @@ def fit_cache(layers: dict[int, KVLayer], model: Model, plan: Plan) -> dict[int,
                 FP8_LARGEST[plan.kv_format],
             )
         return layers
-    fits = _fits(model, _on_cpu(plan))
     fitted = dict(layers)
+    try:
+        fits = _fits(model, _on_cpu(plan))
+    except NoKernel as error:
+        log.warning("%s: the %s KV cache is rounded to the nearest: %s", model.name, plan.kv_format, error)
+        for layer in small if plan.kv_format in FP8_LARGEST else ():
+            fitted[layer] = replace(layers[layer], scales=stored_scales(model.vectors, layer, model.spec.num_kv_heads))
+        return fitted
     for layer in small:
         kind = layers[layer].format.kind
         scales = None if kind not in FP8_LARGEST else _scales(model, layer, fits[layer], FP8_LARGEST[kind])

@@ -17,7 +17,7 @@ from llmctl.kernels.cuda.emulate import compiler
 from llmctl.kernels.cuda.emulated_machine import EmulatedMachine
 from llmctl.kernels.errors import LlmctlError, UsageError
 
-from .quantized import write_quantized
+from .quantized import write_float, write_quantized
 from .tiny import FAMILIES, randomize, write_checkpoint, write_tokenizer
 
 BUILDS = Path(__file__).resolve().parents[2] / "build" / "emulated"
@@ -92,6 +92,16 @@ def test_int4_weights_give_the_tokens_of_the_cpu(tmp_path: Path, kind: str) -> N
     unpacked = tokens(model, "auto")
     assert tokens(model, "cuda") == unpacked
     assert tokens(model, "cuda", dtype="auto", kv_cache_dtype="float32") == unpacked
+
+
+@pytest.mark.parametrize("kind", ["fp8-block", "nf4", pytest.param("fp8-channel", marks=pytest.mark.slow)])
+def test_float8_and_nf4_weights_stay_as_they_are(tmp_path: Path, kind: str) -> None:
+    model = write_checkpoint(tmp_path, "qwen3")
+    write_float(model, kind)
+    options = {"dtype": "auto", "kv_cache_dtype": "float32"}
+    assert tokens(model, "cuda", **options) == tokens(model, "auto")
+    with LLM(str(model), process=False, kernels="cuda", **options, **OPTIONS) as llm:
+        assert kind.split("-")[0] in llm.frontend.info.weight_format
 
 
 def write_wide(folder: Path, family: str) -> Path:
