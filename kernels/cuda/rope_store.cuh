@@ -11,37 +11,11 @@
 // nobody attends to it. K of that token becomes NaN in its place, which reaches exactly those who do.
 #pragma once
 
-#include "prims.cuh"
+#include "stored.cuh"
 
 namespace llmctl::cuda {
 
 constexpr int kNoRope = 0, kHalves = 1, kInterleaved = 2;  // dimension i rotates with i + rotary / 2, or 2i with 2i + 1
-
-// Float32 to a float of 8 bits with kMantissa bits of mantissa, to nearest even, at most `largest`. Not for NaN.
-template <int kMantissa>
-LLMCTL_DEVICE uint8_t to_fp8(float v, float largest) {
-  constexpr int kDropped = 23 - kMantissa, kBias = kMantissa == 3 ? 7 : 15;
-  constexpr float kLeastNormal = kMantissa == 3 ? 0.015625f : 6.103515625e-05f;
-  const float size = fminf(fabsf(v), largest);
-  const uint32_t bits = bits_of(size);
-  const uint32_t rounded = bits + (1u << (kDropped - 1)) - 1 + (bits >> kDropped & 1);
-  const uint32_t normal = (rounded >> kDropped) - ((127 - kBias) << kMantissa);
-  const uint32_t tiny = static_cast<uint32_t>(rintf(size * ((1 << kMantissa) / kLeastNormal)));
-  return static_cast<uint8_t>((size < kLeastNormal ? tiny : normal) | (bits_of(v) >> 24 & 0x80u));
-}
-
-template <class Kv>
-LLMCTL_DEVICE Kv to_stored(float v) {
-  if constexpr (kSame<Kv, E4m3>) {
-    return Kv{to_fp8<3>(v, 448.0f)};
-  } else if constexpr (kSame<Kv, E5m2>) {
-    return Kv{to_fp8<2>(v, 57344.0f)};
-  } else if constexpr (kSame<Kv, Int8>) {
-    return static_cast<Int8>(fminf(fmaxf(rintf(v), -127.0f), 127.0f));
-  } else {
-    return from_float<Kv>(v);
-  }
-}
 
 // What an 8-bit format makes of a value without NaN; `scale` is the token's, of Int8 alone.
 template <class Kv>

@@ -35,6 +35,13 @@ def rms_norm(act: str, width: int, *, residual: bool, add: bool = False) -> tupl
     return Kernel("rows.cuh", f"rms_norm<{ELEMENTS[act]}, {flags}>"), threads
 
 
+def rms_norm_quantize(act: str, code: str, width: int, *, residual: bool) -> tuple[Kernel, int]:
+    """`rms_norm` to codes of fp8_e4m3 or int8 with a scale per row; its threads, a sixteenth of which are floats."""
+    _, threads = rms_norm(act, width, residual=residual)
+    shape = f"{ELEMENTS[act]}, {ELEMENTS[code]}, {'true' if residual else 'false'}, {threads}"
+    return Kernel("norm_quantize.cuh", f"rms_norm_quantize<{shape}>"), threads
+
+
 def act_mul(act: str, activation: str) -> Kernel:
     return Kernel("rows.cuh", f"act_mul<{ELEMENTS[act]}, {ACTIVATION[activation]}>")
 

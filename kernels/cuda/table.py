@@ -6,6 +6,7 @@ listed here would be compiled in the middle of a request, and looked at by no te
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -66,6 +67,7 @@ def representatives(arch: str) -> list[Listed]:
     listed = [
         Listed(rows.embed("bf16"), rows.ROW_THREADS),
         *_norms("bf16", 4096),
+        *_quantized_norms("bf16", 4096),
         *_gated("bf16", "silu"),
         *_stores("bf16", "fp8_e4m3", 128, 16, "halves", norm=True),
         *_shared(),
@@ -87,7 +89,7 @@ def all_kernels(arch: str) -> list[Listed]:
     for act in ACTIVATIONS:
         listed.append(Listed(rows.embed(act), rows.ROW_THREADS))
         for width in WIDTHS:
-            listed += _norms(act, width)
+            listed += [*_norms(act, width), *_quantized_norms(act, width)]
         for name in rows.ACTIVATION:
             listed += _gated(act, name)
         for kv, head_dim, block_size in _caches(act):
@@ -137,6 +139,12 @@ def _norms(act: str, width: int) -> list[Listed]:
     ways = ({"residual": False}, {"residual": True}, {"residual": False, "add": True})
     kernels = (rows.rms_norm(act, width, **way) for way in ways)
     return [Listed(kernel, threads, threads // 32 * 4) for kernel, threads in kernels]
+
+
+def _quantized_norms(act: str, width: int) -> list[Listed]:
+    ways = itertools.product(("fp8_e4m3", "int8"), (False, True))
+    kernels = (rows.rms_norm_quantize(act, code, width, residual=residual) for code, residual in ways)
+    return [Listed(kernel, threads, threads // 16 * 4) for kernel, threads in kernels]
 
 
 def _shared() -> list[Listed]:
