@@ -19,7 +19,6 @@ from ..ops import (
     ATTEND_SPLIT,
     LOGIT_ROWS,
     ROWS,
-    SEQS,
     ActMulArgs,
     AnyArray,
     AttendArgs,
@@ -34,26 +33,20 @@ from ..ops import (
     RopeStoreArgs,
 )
 from . import rows as kernels
-from .attend import (
-    MERGE_ROWS,
-    MERGE_THREADS,
-    WINDOW,
-    AttendShape,
-    Queries,
-    compute_of,
-    plan_attention,
-    table_of_counts,
-)
+from .attend import WINDOW, compute_of
+from .attend_op import AttendOp, Lane
 from .call import Argument, Call
 from .jit import architecture
 from .machine import Machine
 from .source import Kernel
 from .tiles import choose_attend
 from .types import ELEMENTS
+from .work_list import Tiles, make_work_list
 
 DTYPES = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16", np.dtype(np.uint16): "bf16"}
 VALUES = {"f32": 4, "f16": 8, "bf16": 8}  # in 16 bytes
 _THREADS = 128
+_ALL = 1 << 30  # rows, of any sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,50 +171,33 @@ def refuse_attend(args: AttendArgs) -> str | None:
     return refuse_rows(args.act.values, width) or _refuse_cache(args.q, args.kv)
 
 
-def build_attend(args: AttendArgs, machine: Machine) -> tuple[StepOp]:
-    """One tile and one cut serve prefill and decode alike, so that bits do not depend on which of them a row is in."""
-    kv, dtype = args.kv, DTYPES[args.q.dtype]
+def build_attend(args: AttendArgs, machine: Machine) -> tuple[AttendOp]:
+    """Attention by one tile and one cut for all rows where bits must be equal, else by what suits each sequence best.
+
+    Sequences whose rows fill one tile of decodes are few; the others have tiles that read K and V less often.
+    """
+    if machine.deterministic:
+        return (AttendOp(args, machine, (_lane(args, machine, ATTEND_SPLIT, prefill=False, above=0, most=_ALL),)),)
+    few = _lane(args, machine, 0, prefill=False, above=0, most=0)
+    return (AttendOp(args, machine, (few, _lane(args, machine, 0, prefill=True, above=few.shape.rows, most=_ALL))),)
+
+
+def _lane(args: AttendArgs, machine: Machine, split: int, *, prefill: bool, above: int, most: int) -> Lane:
+    """The lane for sequences of more than `above` and at most `most` packed rows (0: of a tile); its list is shared."""
+    kv, dtype, batch = args.kv, DTYPES[args.q.dtype], args.batch
     shape = choose_attend(
         architecture(*machine.capability), dtype, compute_of(dtype, kv.format.kind), kv.format.kind, kv.head_dim,
-        kv.block_size, WINDOW if args.window else 0, prefill=False,
+        kv.block_size, WINDOW if args.window else 0, prefill=prefill,
     )  # fmt: skip
-    assert ATTEND_SPLIT % shape.tile == 0, shape.tile
-    return (StepOp(machine, args.batch, ROWS, lambda rows: _attention(args, machine, shape)),)
-
-
-def _attention(args: AttendArgs, machine: Machine, shape: AttendShape) -> list[Call]:
-    kv, batch, group = args.kv, args.batch, args.num_heads // args.kv.num_kv_heads
-    table, width = batch.tables[kv.group], args.num_heads * kv.head_dim
-    sequences = [
-        Queries(int(batch.slot[first]), int(first), int(count), int(batch.position[first]))
-        for first, count in zip(batch.seq_first, batch.seq_rows, strict=True)
-    ][: int(batch.counts[SEQS])]
-    plan = plan_attention(
-        sequences, group=group, rows=shape.rows, tile=shape.tile, split=ATTEND_SPLIT, window=args.window
+    assert split % shape.tile == 0, shape.tile
+    group = args.num_heads // kv.num_kv_heads
+    tiles = Tiles(group, shape.rows, shape.tile, args.window, kv.num_kv_heads, kv.head_dim)
+    limits = {"above": above, "most": most or max(shape.rows, group), "max_positions": args.max_positions}
+    work = machine.once(
+        ("work list", id(batch), tiles, split, *limits.values()),
+        lambda: make_work_list(machine, batch, tiles, split, **limits),
     )
-    counts = machine.send(table_of_counts(plan))
-    rows_of_parts = plan.parts * kv.num_kv_heads * shape.rows
-    parts = machine.workspace(4 * rows_of_parts * (kv.head_dim + 2))
-    scales = parts + 4 * rows_of_parts * kv.head_dim
-    out = _at(machine, args.act.values)
-    calls = [
-        Call(
-            shape.kernel, (len(plan.work), kv.num_kv_heads, 1), shape.threads, shape.shared_bytes,
-            (
-                out, _p(parts), _p(scales), _at(machine, args.q), _at(machine, kv.arena), _at(machine, table),
-                _p(machine.send(plan.work)), _p(counts), _p(0), _l(kv.block_stride), _l(kv.layer_offset),
-                _i(table.shape[1]), _i(args.q.shape[1]), _i(width), _i(group), _i(args.window),
-                ctypes.c_float(1.0), ctypes.c_float(0.0),
-            ),
-        )
-    ]  # fmt: skip
-    if plan.parts:
-        merging = (
-            out, _p(parts), _p(scales), _p(machine.send(plan.merge)), _p(counts + 4), _p(0), _i(width), _i(group)
-        )  # fmt: skip
-        grid = (len(plan.merge), kv.num_kv_heads, MERGE_ROWS)
-        calls.append(Call(shape.merge_kernel, grid, MERGE_THREADS, shape.merge_shared_bytes, merging))
-    return calls
+    return Lane(shape, work)
 
 
 def refuse_kv_copy(args: KVCopyArgs) -> str | None:
