@@ -16,6 +16,7 @@ from ..kernels.errors import CapacityError, UsageError
 from ..kernels.formats import KVFormat
 from ..kernels.ops import PANEL
 from .config import NO_SPECULATION, EngineConfig
+from .gpu_sizes import activation_type, gpu_workspace_bytes
 from .kv_groups import KVGroup, kv_groups, kv_layer_bytes
 from .models.arch import DecoderSpec
 from .shortage import Demand
@@ -146,7 +147,7 @@ def blocks_for(length: int, block_size: int) -> int:
 
 
 def choose_kv_format(config: EngineConfig, weight_formats: Sequence[str], latent: bool = False) -> KVFormat:
-    """How K and V are stored: as asked, else float32 if all weights are, else int16.
+    """How K and V are stored: as asked, else float32 if all weights are, else int16; on a GPU as activations are.
 
     Latents, which are no heads, are by default float32 or bfloat16 if all weights are, else float16.
 
@@ -156,6 +157,8 @@ def choose_kv_format(config: EngineConfig, weight_formats: Sequence[str], latent
     """
     if config.kv_cache_dtype != "auto":
         return KVFormat(_KINDS.get(config.kv_cache_dtype, config.kv_cache_dtype))
+    if config.on_gpu:
+        return KVFormat(activation_type(weight_formats))
     only = set(weight_formats)
     if latent:
         return KVFormat(only.pop() if only in ({"f32"}, {"bf16"}) else "f16")
@@ -299,6 +302,8 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int) -> int
     Per row: float32 values, and for what a linear reads also a quantized form (at most 16 bits a value, and a scale and
     a sum for every 32). Per sequence: a row of logits, its tokens and its block table.
     """
+    if config.on_gpu:
+        return gpu_workspace_bytes(spec, config, length)
     query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     read = 2 * spec.hidden_size + query + spec.ffn_size
     written = (2 if spec.sandwich_norms else 1) * spec.hidden_size + query + 2 * key + 2 * spec.ffn_size
@@ -325,7 +330,7 @@ class Pools:
         self._block_size = config.block_size
         self.one = blocks_for(length, config.block_size)
         self.most = config.max_num_seqs * self.one
-        self.step_blocks = blocks_for(config.max_num_batched_tokens * config.async_depth, config.block_size)
+        self.step_blocks = blocks_for(config.max_num_batched_tokens * config.depth, config.block_size)
         self._typical = blocks_for(-(-length // 4), config.block_size)
         self._limits = tuple(
             (

@@ -9,7 +9,9 @@ import msgspec
 from .config import EngineConfig
 from .load.model import Model
 from .plan import Plan
+from .runner.cuda_runner import CudaRunner
 from .runner.draft_model import DraftModel
+from .runner.make import make_draft_runner
 from .runner.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -22,8 +24,8 @@ def draft_config(config: EngineConfig) -> EngineConfig:
     return msgspec.structs.replace(config, model=config.speculative_config.model, rope_scaling=None)
 
 
-def make_proposer(draft: Model, target: Model, plan: Plan) -> DraftModel:
-    """The draft model, ready to guess for a target of the same vocabulary.
+def make_proposer(draft: Model, target: Model, plan: Plan, runner: Runner | CudaRunner) -> DraftModel:
+    """The draft model, ready to guess for a target of the same vocabulary, which `runner` runs.
 
     A step of one row takes as long as reading the weights, so their sizes say what a guess costs.
     """
@@ -35,7 +37,7 @@ def make_proposer(draft: Model, target: Model, plan: Plan) -> DraftModel:
             draft.name, 100 * ratio, target.name,
         )  # fmt: skip
     return DraftModel(
-        Runner(draft, plan.draft),
+        make_draft_runner(draft, plan.draft, runner),
         cost=min(ratio, MOST_COST),
         max_rows=plan.draft.max_num_batched_tokens,
         max_tokens=min(plan.max_model_len, draft.spec.context_length),

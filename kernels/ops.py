@@ -33,6 +33,9 @@ AnyArray = npt.NDArray[np.generic]
 PANEL = 16  # outputs per packed panel; every row buffer is padded to a multiple of it
 PRIVATE_ROWS = 2  # with at most this many rows each thread computes an Act for itself, which saves a barrier
 
+# What activations are stored in: float32 on a CPU; on a GPU also the others, bfloat16 as its bits.
+ELEMENT_TYPES = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
+
 # Batch.counts
 ROWS, SEQS, LOGIT_ROWS = 0, 1, 2
 
@@ -160,6 +163,7 @@ def make_act(
     threads: int,
     consumers: Sequence[WeightFormat],
     orders: Sequence[I32Array | None] = (),
+    dtype: str = "f32",
 ) -> Act:
     """Buffers for activations of width k that linears of these formats will read; `orders` as in `act_forms`."""
     rows = max_rows + PRIVATE_ROWS * threads
@@ -168,7 +172,8 @@ def make_act(
         codes: AnyArray = np.zeros((rows, k), np.int8 if kind == "i8" else np.int16)
         scales = np.zeros((rows, k // group), np.float32)
         forms.append(ActForm(kind, group, codes, scales, np.zeros((rows, k // group), np.int32), order))
-    return Act(k, max_rows, np.zeros((rows, k), np.float32), tuple(forms))
+    values = np.zeros((rows, k), ELEMENT_TYPES[dtype])
+    return Act(k, max_rows, values, tuple(forms))
 
 
 def with_orders(act: Act, orders: Sequence[I32Array | None]) -> Act:
@@ -189,9 +194,9 @@ def _same_order(a: I32Array | None, b: I32Array | None) -> bool:
     return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 
-def make_rows(width: int, max_rows: int) -> F32Array:
-    """A float32 buffer [max_rows, width rounded up to whole panels]."""
-    return np.zeros((max_rows, -(-width // PANEL) * PANEL), np.float32)
+def make_rows(width: int, max_rows: int, dtype: str = "f32") -> F32Array:
+    """A buffer [max_rows, width rounded up to whole panels]: float32, or what a GPU computes in."""
+    return np.zeros((max_rows, -(-width // PANEL) * PANEL), ELEMENT_TYPES[dtype])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..ops import AnyArray, U8Array
 from .call import Call
 from .emulate import Emulation, Mode, build
+from .machine import T
 from .source import Kernel
 
 _SENT = 64  # more than one list of calls refers to
@@ -32,6 +34,7 @@ class EmulatedMachine:
     _built: dict[Kernel, Emulation] = field(default_factory=dict)
     _kept: list[AnyArray] = field(default_factory=list)
     _sent: deque[AnyArray] = field(default_factory=lambda: deque(maxlen=_SENT))
+    _shared: dict[Hashable, Any] = field(default_factory=dict)
     _work: U8Array = field(default_factory=lambda: np.zeros(0, np.uint8))
     _known: dict[int, int] = field(default_factory=dict)
 
@@ -43,6 +46,9 @@ class EmulatedMachine:
 
     def address(self, array: AnyArray) -> int:
         return self._note(array)
+
+    def reserve(self, num_bytes: int) -> U8Array:
+        return np.zeros(num_bytes, np.uint8)
 
     def upload(self, array: AnyArray) -> int:
         copy = np.ascontiguousarray(array)
@@ -58,6 +64,15 @@ class EmulatedMachine:
     def send(self, array: AnyArray) -> int:
         self._sent.append(np.ascontiguousarray(array).copy())
         return self._note(self._sent[-1])
+
+    def bring(self, array: AnyArray, count: int) -> None:
+        """Kernels see it where it lies."""
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        if key not in self._shared:
+            self._shared[key] = make()
+        made: T = self._shared[key]
+        return made
 
     def launch(self, calls: Sequence[Call]) -> None:
         self.prepare([call.kernel for call in calls])

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..cpu.pack import unpack
 from ..entry import Entry
+from ..errors import NoKernel
 from ..ops import LOGIT_ROWS, ROWS, LinearArgs, PackedWeight
 from . import linear, steps
 from .call import Call
@@ -23,12 +24,21 @@ from .steps import DTYPES, as_stored
 
 MIN_CAPABILITY = (8, 0)  # cp.async and bfloat16 on tensor cores
 
+_KEPT_CALLS = 64  # numbers of rows that a layer's calls are kept for
+
 _machine: list[Machine] = []
 
 
 def use(machine: Machine | None) -> None:
     """Ops that are bound from now on run on this machine; None for none."""
     _machine[:] = [] if machine is None else [machine]
+
+
+def machine_in_use() -> Machine:
+    """The machine that ops are bound to. Raises NoKernel if there is none."""
+    if not _machine:
+        raise NoKernel("no GPU is in use", "run on the CPU with `--device cpu`")
+    return _machine[0]
 
 
 def entries() -> tuple[Entry, ...]:
@@ -85,6 +95,8 @@ class LinearOp:
         if rows == 0:
             return
         if rows not in self.calls:
+            if len(self.calls) == _KEPT_CALLS:
+                self.calls.clear()
             self.calls[rows] = self._calls(rows)
         self.machine.launch(self.calls[rows])
 

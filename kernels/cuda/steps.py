@@ -19,7 +19,6 @@ from ..ops import (
     ATTEND_SPLIT,
     LOGIT_ROWS,
     ROWS,
-    SEQS,
     ActMulArgs,
     AnyArray,
     AttendArgs,
@@ -36,28 +35,19 @@ from ..ops import (
     RopeStoreArgs,
 )
 from . import rows as kernels
-from .attend import (
-    MERGE_ROWS,
-    MERGE_THREADS,
-    SINKS,
-    SOFT_CAP,
-    WINDOW,
-    AttendShape,
-    Queries,
-    compute_of,
-    plan_attention,
-    refusal,
-    table_of_counts,
-)
+from .attend import SINKS, SOFT_CAP, WINDOW, compute_of, refusal
+from .attend_op import AttendOp, Lane
 from .call import Argument, Call
 from .jit import architecture
 from .machine import Machine
 from .tiles import choose_attend
 from .types import ELEMENTS
+from .work_list import Tiles, make_work_list
 
 DTYPES = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16", np.dtype(np.uint16): "bf16"}
 VALUES = {"f32": 4, "f16": 8, "bf16": 8}  # in 16 bytes
 _THREADS = 128
+_ALL = 1 << 30  # rows, of any sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,54 +192,38 @@ def refuse_attend(args: AttendArgs) -> str | None:
     return refusal(dtype, args.compute or compute_of(dtype, kind), kind)
 
 
-def build_attend(args: AttendArgs, machine: Machine) -> tuple[StepOp]:
-    """One tile and one cut serve prefill and decode alike, so that bits do not depend on which of them a row is in."""
-    kv, dtype = args.kv, DTYPES[args.q.dtype]
-    flags = (WINDOW if args.window else 0) | (SOFT_CAP if args.soft_cap else 0)
+def build_attend(args: AttendArgs, machine: Machine) -> tuple[AttendOp]:
+    """Attention by one tile and one cut for all rows where bits must be equal, else by what suits each sequence best.
+
+    Sequences whose rows fill one tile of decodes are few; the others have tiles that read K and V less often.
+    """
+    sinks = 0 if args.sinks is None else machine.upload(args.sinks)
+    value_scales = 0 if args.kv.scales is None else machine.upload(args.kv.scales[1])
+    if machine.deterministic:
+        lanes: tuple[Lane, ...] = (_lane(args, machine, ATTEND_SPLIT, prefill=False, above=0, most=_ALL),)
+    else:
+        few = _lane(args, machine, 0, prefill=False, above=0, most=0)
+        lanes = few, _lane(args, machine, 0, prefill=True, above=few.shape.rows, most=_ALL)
+    return (AttendOp(args, machine, lanes, sinks, value_scales),)
+
+
+def _lane(args: AttendArgs, machine: Machine, split: int, *, prefill: bool, above: int, most: int) -> Lane:
+    """The lane for sequences of more than `above` and at most `most` packed rows (0: of a tile); its list is shared."""
+    kv, dtype, batch = args.kv, DTYPES[args.q.dtype], args.batch
+    flags = (WINDOW if args.window else 0) | (SOFT_CAP if args.soft_cap else 0) | (0 if args.sinks is None else SINKS)
     shape = choose_attend(
         architecture(*machine.capability), dtype, args.compute or compute_of(dtype, kv.format.kind), kv.format.kind,
-        kv.head_dim, kv.block_size, flags if args.sinks is None else flags | SINKS, prefill=False,
+        kv.head_dim, kv.block_size, flags, prefill=prefill,
     )  # fmt: skip
-    assert ATTEND_SPLIT % shape.tile == 0, shape.tile
-    sinks = 0 if args.sinks is None else machine.upload(args.sinks)
-    value_scales = 0 if kv.scales is None else machine.upload(kv.scales[1])
-    return (StepOp(machine, args.batch, ROWS, lambda rows: _attention(args, machine, shape, sinks, value_scales)),)
-
-
-def _attention(args: AttendArgs, machine: Machine, shape: AttendShape, sinks: int, value_scales: int) -> list[Call]:
-    kv, batch, group = args.kv, args.batch, args.num_heads // args.kv.num_kv_heads
-    table, width = batch.tables[kv.group], args.num_heads * kv.head_dim
-    sequences = [
-        Queries(int(batch.slot[first]), int(first), int(count), int(batch.position[first]))
-        for first, count in zip(batch.seq_first, batch.seq_rows, strict=True)
-    ][: int(batch.counts[SEQS])]
-    plan = plan_attention(
-        sequences, group=group, rows=shape.rows, tile=shape.tile, split=ATTEND_SPLIT, window=args.window
+    assert split % shape.tile == 0, shape.tile
+    group = args.num_heads // kv.num_kv_heads
+    tiles = Tiles(group, shape.rows, shape.tile, args.window, kv.num_kv_heads, kv.head_dim)
+    limits = {"above": above, "most": most or max(shape.rows, group), "max_positions": args.max_positions}
+    work = machine.once(
+        ("work list", id(batch), tiles, split, *limits.values()),
+        lambda: make_work_list(machine, batch, tiles, split, **limits),
     )
-    counts = machine.send(table_of_counts(plan))
-    rows_of_parts = plan.parts * kv.num_kv_heads * shape.rows
-    parts = machine.workspace(4 * rows_of_parts * (kv.head_dim + 2))
-    scales = parts + 4 * rows_of_parts * kv.head_dim
-    out = _at(machine, args.act.values)
-    calls = [
-        Call(
-            shape.kernel, (len(plan.work), kv.num_kv_heads, 1), shape.threads, shape.shared_bytes,
-            (
-                out, _p(parts), _p(scales), _at(machine, args.q), _at(machine, kv.arena), _at(machine, table),
-                _p(machine.send(plan.work)), _p(counts), _p(sinks), _l(kv.block_stride), _l(kv.layer_offset),
-                _i(table.shape[1]), _i(args.q.shape[1]), _i(width), _i(group), _i(args.window),
-                ctypes.c_float(1.0), ctypes.c_float(args.soft_cap), _p(value_scales),
-            ),
-        )
-    ]  # fmt: skip
-    if plan.parts:
-        merging = (
-            out, _p(parts), _p(scales), _p(machine.send(plan.merge)), _p(counts + 4), _p(sinks), _i(width), _i(group),
-            _p(value_scales),
-        )  # fmt: skip
-        grid = (len(plan.merge), kv.num_kv_heads, MERGE_ROWS)
-        calls.append(Call(shape.merge_kernel, grid, MERGE_THREADS, shape.merge_shared_bytes, merging))
-    return calls
+    return Lane(shape, work)
 
 
 def refuse_kv_copy(args: KVCopyArgs) -> str | None:

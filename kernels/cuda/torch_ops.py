@@ -27,7 +27,8 @@ import torch
 from ..errors import UsageError
 from . import torch_cpu
 from .jit import Jit, architecture
-from .launch import Launcher, load_driver
+from .launch import Launcher
+from .libcuda import load_driver
 from .torch_cuda import CODES, CudaOps
 
 _SCHEMAS = (

@@ -52,7 +52,8 @@ from attend_cases import Problem, bound, error, make, run  # noqa: E402
 from llmctl.kernels.cuda import nvrtc  # noqa: E402
 from llmctl.kernels.cuda.attend import SINKS, SOFT_CAP, WINDOW, AttendShape, refusal  # noqa: E402
 from llmctl.kernels.cuda.jit import Jit, architecture  # noqa: E402
-from llmctl.kernels.cuda.launch import Launcher, load_driver  # noqa: E402
+from llmctl.kernels.cuda.launch import Launcher  # noqa: E402
+from llmctl.kernels.cuda.libcuda import load_driver  # noqa: E402
 from llmctl.kernels.cuda.source import Kernel  # noqa: E402
 from llmctl.kernels.cuda.tiles import choose_attend  # noqa: E402
 
