@@ -51,6 +51,10 @@ def act_mul_apart(act: str, activation: str) -> Kernel:
     return Kernel("apart.cuh", f"act_mul_apart<{ELEMENTS[act]}, {ACTIVATION[activation]}>")
 
 
+def bias_rows(act: str, *, add: bool) -> Kernel:
+    return Kernel("apart.cuh", f"bias_rows<{ELEMENTS[act]}, {'true' if add else 'false'}>")
+
+
 COPY_TOKENS = Kernel("kv_blocks.cuh", "copy_tokens")
 MOVE_BLOCKS = Kernel("kv_blocks.cuh", "move_blocks")
 

@@ -68,6 +68,7 @@ def representatives(arch: str) -> list[Listed]:
         Listed(rows.embed("bf16"), rows.ROW_THREADS),
         *_norms("bf16", 4096),
         *_quantized_norms("bf16", 4096),
+        Listed(rows.bias_rows("bf16", add=True), rows.ROW_THREADS),
         *_gated("bf16", "silu"),
         *_stores("bf16", "fp8_e4m3", 128, 16, "halves", norm=True),
         *_shared(),
@@ -92,6 +93,8 @@ def all_kernels(arch: str) -> list[Listed]:
             listed += [*_norms(act, width), *_quantized_norms(act, width)]
         for name in rows.ACTIVATION:
             listed += _gated(act, name)
+        if act != "f32":
+            listed += (Listed(rows.bias_rows(act, add=add), rows.ROW_THREADS) for add in (False, True))
         for kv, head_dim, block_size in _caches(act):
             for rope in rows.ROPE:
                 for norm in (False, True):
