@@ -6,9 +6,10 @@ import errno
 import logging
 from collections.abc import Callable
 
+from ..kernels.device import give_back_freed_memory
 from ..kernels.errors import CapacityError
 from .audit import AuditedEngine
-from .budget import MemoryBudget, blocks_for
+from .budget import MemoryBudget
 from .config import EngineConfig, environment
 from .drafting import draft_config, make_proposer
 from .engine import Core, Engine, StepRunner
@@ -18,6 +19,7 @@ from .load.progress import Progress
 from .load.vocabulary import Vocabulary, check_same_vocabulary
 from .messages import EngineInfo
 from .plan import Plan, resolve
+from .pools import blocks_for
 from .runner.golden import check_golden
 from .runner.probe import try_bits
 from .runner.runner import RecordingRunner, Runner
@@ -85,6 +87,7 @@ def assemble(
     engine: Core = Engine(Scheduler(scheduler_config(plan, epoch), proposer), driven, plan.async_depth)
     if config.cache_audit:
         engine = AuditedEngine(engine, config.cache_audit)
+    give_back_freed_memory()
     return engine, _info(model, plan, epoch, same_bits)
 
 
