@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from ..kernels.device import give_back_freed_memory
 from ..kernels.errors import CapacityError
@@ -13,6 +14,7 @@ from .budget import MemoryBudget
 from .config import EngineConfig, environment
 from .drafting import draft_config, make_proposer
 from .engine import Core, Engine, StepRunner
+from .load.disk import check_swap_room
 from .load.hub import resolve as resolve_source
 from .load.model import Model, open_model
 from .load.progress import Progress
@@ -73,6 +75,8 @@ def assemble(
     plan, budget = resolve(config, model, draft)
     log.info("plan: %s", plan)
     log.info("memory: %s", budget)
+    if plan.tier_blocks:  # before anything is built
+        check_swap_room(Path(plan.tier_folder), budget.tier_bytes)
     try:
         runner = Runner(model, plan)
     except (MemoryError, OSError) as error:
