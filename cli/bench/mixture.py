@@ -40,7 +40,7 @@ class Mixture:
     """
 
     def __init__(
-        self, seed: int, units: Sequence[int] | Sequence[str], prompt_length: int, output_tokens: int, most: int
+        self, seed: int, units: Sequence[int | str], prompt_length: int, output_tokens: int, most: int
     ) -> None:
         self._rng = random.Random(f"soak {seed}")
         self._units, self._prompt, self._output, self._most = units, prompt_length, output_tokens, most
