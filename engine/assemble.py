@@ -91,8 +91,9 @@ def assemble(
     engine: Core = Engine(Scheduler(scheduler_config(plan, epoch), proposer), driven, plan.async_depth)
     if config.cache_audit:
         engine = AuditedEngine(engine, config.cache_audit)
+    info = _info(model, plan, epoch, same_bits)
     give_back_freed_memory()
-    return engine, _info(model, plan, epoch, same_bits)
+    return engine, info
 
 
 def scheduler_config(plan: Plan, epoch: int) -> SchedulerConfig:
