@@ -390,6 +390,16 @@ def engine_config(
     kernels: Annotated[
         str, _name("--kernels", text="auto, avx512, avx2, generic (no vector instructions) or reference (plain torch).")
     ] = _DEFAULT.kernels,
+    attention_compute: Annotated[
+        str,
+        _name(
+            "--attention-compute",
+            metavar="TYPE",
+            parser=parse_dtype,
+            text="What attention multiplies in on a GPU: float32, tf32, bfloat16, float16, or auto for what loses "
+            "nothing of the activations' type. A CPU computes in float32.",
+        ),
+    ] = _DEFAULT.attention_compute,
 ) -> EngineConfig:
     """The checked EngineConfig that these options ask for."""
     config = msgspec.structs.replace(
@@ -410,6 +420,7 @@ def engine_config(
         deterministic=deterministic,
         jit=jit,
         kernels=kernels,
+        attention_compute=attention_compute,
     )
     config.check()
     return config

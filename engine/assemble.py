@@ -7,14 +7,17 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from ..kernels import registry
 from ..kernels.cuda.driver import OutOfMemory
 from ..kernels.device import give_back_freed_memory
 from ..kernels.errors import CapacityError
 from .audit import AuditedEngine
 from .budget import MemoryBudget
 from .config import EngineConfig, environment
+from .device import settle
 from .drafting import draft_config, make_proposer
 from .engine import Core, Engine, StepRunner
+from .load.convert import NATIVE
 from .load.disk import check_swap_room
 from .load.hub import resolve as resolve_source
 from .load.model import Model, open_model
@@ -43,11 +46,15 @@ def find_model(config: EngineConfig, progress: Progress | None = None) -> Model:
     return open_model(
         source,
         implementation=config.model_impl,
-        dtype=config.dtype,
+        dtype=NATIVE if config.dtype == "auto" and _runs_on_gpu(config) else config.dtype,
         cache=settings.cache,
         progress=progress,
         rope_scaling=config.rope_scaling,
     )
+
+
+def _runs_on_gpu(config: EngineConfig) -> bool:
+    return config.kernels == registry.CUDA or settle(config)[1] is not None
 
 
 def build_engine(

@@ -24,6 +24,7 @@ EVICTIONS = ("lru-k", "lru")
 PREEMPTION_MODES = ("auto", "swap", "recompute")
 SPECULATIVE_METHODS = ("ngram", "draft_model", "none")
 IMPLEMENTATIONS = ("auto", "llmctl", "transformers")
+ATTENTION_COMPUTE = {"auto": "", "float32": "f32", "tf32": "tf32", "bfloat16": "bf16", "float16": "f16"}
 KERNELS = ("auto", "avx512", "avx2", "generic", "reference")
 
 
@@ -161,6 +162,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seed                    not 0: requests that name no seed get the next of a series made from this one
     model_impl              llmctl is our own decoder, transformers its modules on our cache and kernels; auto takes
                             transformers for what our decoder does not know
+    attention_compute       what attention multiplies in on a GPU, whatever the type of activations: float32, tf32,
+                            bfloat16, float16, or auto for what loses nothing; a CPU always computes in float32
     device                  cpu, cuda (the first GPU), cuda:1 and so on, or auto: a GPU that can be used, else the CPU
     enforce_eager           on a GPU: launch every kernel of every step, instead of replaying captured graphs of decodes
     deterministic           on a GPU: a request has the same bits in any company, as it always has on a CPU
@@ -201,6 +204,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     jit: bool = True
     kernels: str = "auto"
     model_impl: str = "auto"
+    attention_compute: str = "auto"
     speculative_config: SpeculativeConfig = SpeculativeConfig()
 
     @property
@@ -234,6 +238,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("--scheduling-policy", self.scheduling_policy, POLICIES),
             ("--kernels", self.kernels, KERNELS),
             ("--model-impl", self.model_impl, IMPLEMENTATIONS),
+            ("--attention-compute", self.attention_compute, ATTENTION_COMPUTE),
         ):
             if value not in choices:
                 raise UsageError(f"{name} is `{value}`", f"choose one of: {', '.join(choices)}")

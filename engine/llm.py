@@ -109,6 +109,7 @@ class LLM:
         enforce_eager: bool = False,
         deterministic: bool = False,
         kernels: str = "auto",
+        attention_compute: str = "auto",
         model_impl: str = "auto",
         speculative_config: SpeculativeConfig | dict[str, str | int] | None = None,
         process: bool = False,
@@ -146,6 +147,7 @@ class LLM:
             enforce_eager=enforce_eager,
             deterministic=deterministic,
             kernels=kernels,
+            attention_compute=attention_compute,
             model_impl=model_impl,
             speculative_config=_speculation(speculative_config),
         )

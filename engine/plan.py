@@ -14,8 +14,9 @@ from ..kernels.cuda.devices import free_memory
 from ..kernels.cuda.driver import DeviceInfo
 from ..kernels.cuda.jit import architecture
 from ..kernels.device import default_threads, read_machine
+from ..kernels.errors import UsageError
 from .budget import MemoryBudget, ModelSize, memory_budget
-from .config import NO_SPECULATION, EngineConfig, SpeculativeConfig, environment
+from .config import ATTENTION_COMPUTE, NO_SPECULATION, EngineConfig, SpeculativeConfig, environment
 from .device import settle
 from .gpu_sizes import activation_type, gpu_weight_bytes
 from .kv_groups import KVGroup
@@ -39,6 +40,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     bits: str
     model_impl: str
     kernels: str
+    attention_compute: str
     device: str
     activations: str
     enforce_eager: bool
@@ -83,7 +85,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Two engines with the same fingerprint give the same bits."""
         same_bits = (
             *(self.digest, self.model_impl, self.isa, self.bits, self.weight_formats, self.kv_formats),
-            *(self.ropes, registry.build_id()),
+            *(self.ropes, self.attention_compute, registry.build_id()),
         )
         return "llmctl-" + hashlib.sha256(msgspec.json.encode(same_bits)).hexdigest()[:16]
 
@@ -98,6 +100,11 @@ def resolve(
     """
     config.check()
     config, gpu = settle(config, model.implementation)
+    if gpu is None and config.kernels != registry.CUDA and config.attention_compute not in ("auto", "float32"):
+        raise UsageError(
+            f"--attention-compute is `{config.attention_compute}`, and attention runs on the CPU, in float32",
+            "leave it out, or run on a GPU",
+        )
     threads = config.threads or default_threads()
     formats = model.weight_formats
     beside = None if draft is None else ModelSize(draft.spec, _weight_bytes(draft, gpu), draft.weight_formats)
@@ -118,6 +125,7 @@ def resolve(
         bits=bits,
         model_impl=model.implementation,
         kernels=registry.CUDA if gpu is not None else config.kernels,
+        attention_compute=ATTENTION_COMPUTE[config.attention_compute],
         device=config.device,
         activations=activations,
         enforce_eager=config.enforce_eager,

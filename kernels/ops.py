@@ -333,6 +333,10 @@ class AttendArgs:
     Head h reads KV head h // (num_heads / num_kv_heads); window 0 is full attention. The context is cut at fixed
     multiples of ATTEND_SPLIT, partial results are merged in ascending order: bits do not depend on how many queries,
     rows or threads there are, nor on the block size. Positions behind a row's own are never read.
+
+    soft_cap  scores x become soft_cap * tanh(x / soft_cap); 0: they stay
+    sinks     float32 [num_heads]: one more score of every row of the head, whose value is 0; None: there is none
+    compute   what a GPU multiplies in: f32 | tf32 | bf16 | f16, "" for what loses nothing
     """
 
     batch: Batch
@@ -342,6 +346,9 @@ class AttendArgs:
     window: int
     max_positions: int
     act: Act
+    soft_cap: float = 0.0
+    sinks: F32Array | None = None
+    compute: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

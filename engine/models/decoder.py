@@ -45,6 +45,7 @@ _LATENT_EPS = 1e-6  # of the norms inside attention on latents, whatever the oth
 class Limits:
     """The most rows, rows with logits and positions that the buffers are made for, and the threads that use them.
 
+    attention_compute  `compute` of AttendArgs
     activations  what buffers hold: f32, and on a GPU also f16 or bf16
     """
 
@@ -52,6 +53,7 @@ class Limits:
     max_logit_rows: int
     max_positions: int
     threads: int
+    attention_compute: str = ""
     activations: str = "f32"
 
 
@@ -150,8 +152,13 @@ class _Builder:
             ),
         )  # fmt: skip
         mixed = self.act("attention output", spec.num_heads * spec.head_dim, [f"{name}.o_proj"])
-        positions = self.limits.max_positions
-        self.add("attend", AttendArgs(self.batch, q, spec.num_heads, kv, spec.window(layer), positions, mixed))
+        self.add(
+            "attend",
+            AttendArgs(
+                self.batch, q, spec.num_heads, kv, spec.window(layer), self.limits.max_positions, mixed,
+                compute=self.limits.attention_compute,
+            ),
+        )  # fmt: skip
         self.join(f"{name}.o_proj", mixed, f"{prefix}.post_attention_layernorm", hidden)
 
     def latent_attention(self, layer: int, hidden: F32Array, latent: LatentSpec) -> None:

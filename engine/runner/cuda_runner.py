@@ -57,7 +57,7 @@ class CudaRunner:
         layers = {layer: kv for cache in self.groups for layer, kv in cache.layers.items()}
         limits = Limits(
             plan.max_num_batched_tokens, plan.max_logit_rows, plan.max_model_len, plan.threads,
-            activations=plan.activations,
+            attention_compute=plan.attention_compute, activations=plan.activations,
         )  # fmt: skip
         self.decoder = model.build(self._batch, fit_cache(layers, model, plan), limits, CUDA)
         self._program = make_program(gpu, self.decoder, self._batch, self._slots, spec.vocab_size)

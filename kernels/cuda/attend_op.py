@@ -22,11 +22,16 @@ class Lane:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttendOp:
-    """Attention, for the rows now in the batch. Lists that are held have been planned for them."""
+    """Attention, for the rows now in the batch. Lists that are held have been planned for them.
+
+    sinks, value_scales  addresses of those of `args`, 0 for none
+    """
 
     args: AttendArgs
     machine: Machine
     lanes: tuple[Lane, ...]
+    sinks: int = 0
+    value_scales: int = 0
 
     def run(self) -> None:
         if int(self.args.batch.counts[ROWS]) == 0:
@@ -47,15 +52,15 @@ class AttendOp:
         out, counts = _p(machine.address(args.act.values)), machine.address(work.counts)
         attending: tuple[Argument, ...] = (
             out, _p(parts), _p(scales), _p(machine.address(args.q)), _p(machine.address(kv.arena)),
-            _p(machine.address(table)), _p(machine.address(work.work)), _p(counts), _p(0),
+            _p(machine.address(table)), _p(machine.address(work.work)), _p(counts), _p(self.sinks),
             _l(kv.block_stride), _l(kv.layer_offset), _i(table.shape[1]), _i(args.q.shape[1]), _i(width), _i(group),
-            _i(args.window), ctypes.c_float(1.0), ctypes.c_float(0.0),
+            _i(args.window), ctypes.c_float(1.0), ctypes.c_float(args.soft_cap), _p(self.value_scales),
         )  # fmt: skip
         calls = [Call(shape.kernel, (items, kv.num_kv_heads, 1), shape.threads, shape.shared_bytes, attending)]
         if merges:
             merging: tuple[Argument, ...] = (
-                out, _p(parts), _p(scales), _p(machine.address(work.merge)), _p(counts + 4), _p(0),
-                _i(width), _i(group),
+                out, _p(parts), _p(scales), _p(machine.address(work.merge)), _p(counts + 4), _p(self.sinks),
+                _i(width), _i(group), _p(self.value_scales),
             )  # fmt: skip
             grid = (merges, kv.num_kv_heads, MERGE_ROWS)
             calls.append(Call(shape.merge_kernel, grid, MERGE_THREADS, shape.merge_shared_bytes, merging))

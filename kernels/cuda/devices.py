@@ -7,10 +7,12 @@ from pathlib import Path
 
 from ..errors import LlmctlError, UsageError
 from . import nvrtc
+from .cublas import open_cublas
 from .driver import DeviceInfo, Driver
 from .gpu import Gpu, open_gpu
 from .jit import Cubin, Jit, architecture
 from .libcuda import load_driver
+from .library import use_library
 from .source import Kernel
 
 Code = Callable[[Kernel], Cubin]
@@ -74,4 +76,6 @@ def open_machine(info: DeviceInfo, cubins: Path, *, deterministic: bool, compile
         if compile:
             nvrtc.version()
         code = Jit(cubins, architecture(*info.capability), compile).get
-    return open_gpu(driver, info, code, deterministic=deterministic)
+    gpu = open_gpu(driver, info, code, deterministic=deterministic)
+    use_library(None if deterministic or _replaced else open_cublas(gpu))
+    return gpu

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from ..formats import WeightFormat
 from . import linear, lora, moe
 from .linear import End, Linear
-from .linear_tiles import MIN_TILES, TILES, Tile, shared_bytes, stage_bytes, tiles_of
+from .linear_tiles import NARROW_TILES, TILES, Tile, shared_bytes, stage_bytes, tiles_of
 from .listed import Listed
 from .source import Kernel
 from .types import ACTIVATIONS, ELEMENTS
@@ -86,7 +86,7 @@ def _experts(dtype: str, formats: Iterable[WeightFormat]) -> Iterator[Listed]:
         layer = Linear(dtype, weight, WHOLE, WHOLE, end)
         yield from (_mma(layer, tile, grouped=True) for tile in tiles_of(weight))
     yield Listed(moe.combine_kernel(dtype, add=False), moe.COMBINE_THREADS)
-    for rows in dict.fromkeys(tile.rows for tile in (*TILES, *MIN_TILES)):
+    for rows in dict.fromkeys(tile.rows for tile in (*TILES, *NARROW_TILES)):
         yield Listed(Kernel(moe.HEADER, f"moe_group<{rows}>"), moe.GROUP_THREADS, 8 * moe.MAX_EXPERTS)
 
 

@@ -1,8 +1,8 @@
 """The CUDA entries of the registry: they accept what their kernels can do on the machine that is in use.
 
-Two entries serve linear layers. `cuda` gives a row the same bits in any company and is always there; `cuda-fast` also
-cuts the inputs by the number of rows and has a kernel of its own for a single row, so it is a class of bits that only
-a machine without `deterministic` may bind.
+Three entries serve linear layers. `cuda` gives a row the same bits in any company and is always there; `cuda-fast` also
+cuts the inputs by the number of rows and has a kernel of its own for a single row, and `cuda-library` is NVIDIA's for
+16-bit weights: classes of bits that only a machine without `deterministic` may bind.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ..errors import NoKernel
 from ..ops import LOGIT_ROWS, ROWS, LinearArgs, PackedWeight
 from . import linear, steps
 from .call import Call
+from .library import build_library, refuse_library
 from .linear import Addresses, Linear
 from .machine import Machine
 from .pack import pack
@@ -46,12 +47,15 @@ def entries() -> tuple[Entry, ...]:
     step = (
         ("embed", steps.refuse_embed, steps.build_embed, "rows.cuh"),
         ("norm", steps.refuse_norm, steps.build_norm, "rows.cuh"),
+        ("norm_add", steps.refuse_norm_add, steps.build_norm_add, "rows.cuh"),
+        ("latent", steps.refuse_latent, steps.build_latent, "steps.py"),
         ("rope_store", steps.refuse_rope_store, steps.build_rope_store, "rope_store.cuh"),
         ("attend", steps.refuse_attend, steps.build_attend, "attend.cuh"),
         ("act_mul", steps.refuse_act_mul, steps.build_act_mul, "apart.cuh"),
         ("kv_copy", steps.refuse_kv_copy, steps.build_kv_copy, "kv_blocks.cuh"),
     )
     return (
+        _entry("linear", "cuda-library", 30, _refuse_library, build_library, "library.py"),
         _entry("linear", "cuda-fast", 20, _refuse_fast, _build_linear, "linear_vector.cuh"),
         _entry("linear", "cuda", 10, _refuse_linear, _build_linear, "linear_mma.cuh"),
         *(_entry(op, "cuda", 10, refuse, build, source) for op, refuse, build, source in step),
@@ -109,6 +113,10 @@ class LinearOp:
             x = ordered
         at = Addresses(y, x, self.weight, self.bias, y if args.add else 0, work)
         return calls + linear.linear_calls(layer, rows, at, machine.processors, deterministic=machine.deterministic)
+
+
+def _refuse_library(args: LinearArgs) -> str | None:
+    return refuse_library(args, _machine[0])
 
 
 def _refuse_fast(args: LinearArgs) -> str | None:

@@ -28,17 +28,18 @@ from ..ops import (
     KVCopy,
     KVCopyArgs,
     KVLayer,
+    LatentArgs,
+    NormAddArgs,
     NormArgs,
     PackedWeight,
     RopeStoreArgs,
 )
 from . import rows as kernels
-from .attend import WINDOW, compute_of
+from .attend import SINKS, SOFT_CAP, WINDOW, compute_of, refusal
 from .attend_op import AttendOp, Lane
 from .call import Argument, Call
 from .jit import architecture
 from .machine import Machine
-from .source import Kernel
 from .tiles import choose_attend
 from .types import ELEMENTS
 from .work_list import Tiles, make_work_list
@@ -108,6 +109,30 @@ def build_norm(args: NormArgs, machine: Machine) -> tuple[StepOp]:
     return (StepOp(machine, args.batch, count, lambda rows: [Call(kernel, (rows, 1, 1), threads, shared, fixed)]),)
 
 
+def refuse_norm_add(args: NormAddArgs) -> str | None:
+    width = len(args.weight)
+    return refuse_rows(args.x, width) or refuse_rows(args.out, width)
+
+
+def build_norm_add(args: NormAddArgs, machine: Machine) -> tuple[StepOp]:
+    dtype, width = DTYPES[args.x.dtype], len(args.weight)
+    kernel, threads = kernels.rms_norm(dtype, width, residual=False, add=True)
+    fixed = (
+        _at(machine, args.out), _at(machine, args.x), _p(0), _p(machine.upload(as_stored(args.weight, dtype))), _p(0),
+        _count(machine, args.batch, ROWS), _i(width), ctypes.c_float(args.eps),
+    )  # fmt: skip
+    shared = threads // 32 * 4
+    return (StepOp(machine, args.batch, ROWS, lambda rows: [Call(kernel, (rows, 1, 1), threads, shared, fixed)]),)
+
+
+def refuse_latent(args: LatentArgs) -> str | None:
+    return "attention on latents runs on the CPU alone"
+
+
+def build_latent(args: LatentArgs, machine: Machine) -> tuple[StepOp]:
+    raise AssertionError("an entry that refuses was built")
+
+
 def refuse_act_mul(args: ActMulArgs) -> str | None:
     if args.activation not in kernels.ACTIVATION:
         return f"activation {args.activation}"
@@ -116,7 +141,7 @@ def refuse_act_mul(args: ActMulArgs) -> str | None:
 
 def build_act_mul(args: ActMulArgs, machine: Machine) -> tuple[StepOp]:
     dtype, width = DTYPES[args.act.values.dtype], args.act.k
-    kernel = Kernel("apart.cuh", f"act_mul_apart<{ELEMENTS[dtype]}, {kernels.ACTIVATION[args.activation]}>")
+    kernel = kernels.act_mul_apart(dtype, args.activation)
     fixed = (
         _at(machine, args.act.values), _at(machine, args.gate), _at(machine, args.up),
         _count(machine, args.batch, ROWS), _i(width), _i(args.gate.shape[1]),
@@ -135,7 +160,11 @@ def build_rope_store(args: RopeStoreArgs, machine: Machine) -> tuple[StepOp]:
     kv, dtype = args.kv, DTYPES[args.q.dtype]
     table = args.batch.tables[kv.group]
     rope = "none" if args.cos is None else "halves"
-    kernel = kernels.rope_store(dtype, kv.format.kind, kv.head_dim, kv.block_size, rope, norm=args.q_norm is not None)
+    steering = kv.steering if kv.format.bytes_per_value == 1 else None
+    kernel = kernels.rope_store(
+        dtype, kv.format.kind, kv.head_dim, kv.block_size, rope,
+        norm=args.q_norm is not None, steered=steering is not None,
+    )  # fmt: skip
 
     def constant(array: F32Array | None, kind: str) -> ctypes.c_void_p:
         return _p(0 if array is None else machine.upload(as_stored(array, kind)))
@@ -144,31 +173,23 @@ def build_rope_store(args: RopeStoreArgs, machine: Machine) -> tuple[StepOp]:
         _at(machine, args.q), _at(machine, args.k), _at(machine, args.v), _at(machine, kv.arena), _at(machine, table),
         _at(machine, args.batch.slot), _at(machine, args.batch.position), _count(machine, args.batch, ROWS),
         constant(args.q_norm, dtype), constant(args.k_norm, dtype),
-        constant(args.cos, "f32"), constant(args.sin, "f32"),
+        constant(args.cos, "f32"), constant(args.sin, "f32"), constant(kv.scales, "f32"),
+        _p(0 if steering is None else machine.upload(steering.order)),
+        constant(None if steering is None else steering.follow, "f32"),
         _l(kv.block_stride), _l(kv.layer_offset), _i(table.shape[1]), _i(args.num_heads), _i(kv.num_kv_heads),
-        _i(args.q.shape[1]), _i(args.k.shape[1]), _i(kv.head_dim), ctypes.c_float(args.norm_eps),
-    )  # fmt: skip
-    width = args.num_heads * kv.head_dim
-    scale = Kernel("apart.cuh", f"scale_rows<{ELEMENTS[dtype]}>")
-    scaling = (
-        _at(machine, args.q), _count(machine, args.batch, ROWS), _i(width), _i(args.q.shape[1]),
-        ctypes.c_float(args.q_scale),
+        _i(args.q.shape[1]), _i(args.k.shape[1]), _i(kv.head_dim),
+        ctypes.c_float(args.norm_eps), ctypes.c_float(args.q_scale),
     )  # fmt: skip
     heads = -(-(args.num_heads + kv.num_kv_heads) // kernels.HEADS_PER_BLOCK)
-    across = -(-width // (_THREADS * VALUES[dtype]))
-
-    def calls(rows: int) -> list[Call]:
-        return [
-            Call(kernel, (rows, heads, 1), _THREADS, 0, fixed),
-            Call(scale, (rows, across, 1), _THREADS, 0, scaling),
-        ]
-
-    return (StepOp(machine, args.batch, ROWS, calls),)
+    return (StepOp(machine, args.batch, ROWS, lambda rows: [Call(kernel, (rows, heads, 1), _THREADS, 0, fixed)]),)
 
 
 def refuse_attend(args: AttendArgs) -> str | None:
     width = args.num_heads * args.kv.head_dim
-    return refuse_rows(args.act.values, width) or _refuse_cache(args.q, args.kv)
+    if (reason := refuse_rows(args.act.values, width) or _refuse_cache(args.q, args.kv)) is not None:
+        return reason
+    dtype, kind = DTYPES[args.q.dtype], args.kv.format.kind
+    return refusal(dtype, args.compute or compute_of(dtype, kind), kind)
 
 
 def build_attend(args: AttendArgs, machine: Machine) -> tuple[AttendOp]:
@@ -176,18 +197,23 @@ def build_attend(args: AttendArgs, machine: Machine) -> tuple[AttendOp]:
 
     Sequences whose rows fill one tile of decodes are few; the others have tiles that read K and V less often.
     """
+    sinks = 0 if args.sinks is None else machine.upload(args.sinks)
+    value_scales = 0 if args.kv.scales is None else machine.upload(args.kv.scales[1])
     if machine.deterministic:
-        return (AttendOp(args, machine, (_lane(args, machine, ATTEND_SPLIT, prefill=False, above=0, most=_ALL),)),)
-    few = _lane(args, machine, 0, prefill=False, above=0, most=0)
-    return (AttendOp(args, machine, (few, _lane(args, machine, 0, prefill=True, above=few.shape.rows, most=_ALL))),)
+        lanes: tuple[Lane, ...] = (_lane(args, machine, ATTEND_SPLIT, prefill=False, above=0, most=_ALL),)
+    else:
+        few = _lane(args, machine, 0, prefill=False, above=0, most=0)
+        lanes = few, _lane(args, machine, 0, prefill=True, above=few.shape.rows, most=_ALL)
+    return (AttendOp(args, machine, lanes, sinks, value_scales),)
 
 
 def _lane(args: AttendArgs, machine: Machine, split: int, *, prefill: bool, above: int, most: int) -> Lane:
     """The lane for sequences of more than `above` and at most `most` packed rows (0: of a tile); its list is shared."""
     kv, dtype, batch = args.kv, DTYPES[args.q.dtype], args.batch
+    flags = (WINDOW if args.window else 0) | (SOFT_CAP if args.soft_cap else 0) | (0 if args.sinks is None else SINKS)
     shape = choose_attend(
-        architecture(*machine.capability), dtype, compute_of(dtype, kv.format.kind), kv.format.kind, kv.head_dim,
-        kv.block_size, WINDOW if args.window else 0, prefill=prefill,
+        architecture(*machine.capability), dtype, args.compute or compute_of(dtype, kv.format.kind), kv.format.kind,
+        kv.head_dim, kv.block_size, flags, prefill=prefill,
     )  # fmt: skip
     assert split % shape.tile == 0, shape.tile
     group = args.num_heads // kv.num_kv_heads
@@ -211,8 +237,8 @@ def build_kv_copy(args: KVCopyArgs, machine: Machine) -> KVCopy:
     def copy(source: int, target: int, tokens: int) -> None:
         copies = machine.send(np.array([source, target, tokens], np.int32))
         arguments = (
-            _at(machine, args.arena), _p(copies), _l(args.block_stride), _i(args.block_size), _i(row),
-            _i(args.format.scale_bytes),
+            _p(machine.address(args.arena) + args.layer_offset), _p(copies), _l(args.block_stride),
+            _i(args.block_size), _i(row), _i(args.format.scale_bytes),
         )  # fmt: skip
         machine.launch([Call(kernels.COPY_TOKENS, (1, halves, 1), _THREADS, 0, arguments)])
 
@@ -252,16 +278,14 @@ def as_stored(values: F32Array, dtype: str) -> AnyArray:
 
 def _refuse_cache(q: AnyArray, kv: KVLayer) -> str | None:
     kind = kv.format.kind
+    if kind not in ELEMENTS:
+        return f"a {kind} cache; {', '.join(ELEMENTS)} are known"
     if q.dtype not in DTYPES:
         return f"activations are {q.dtype}"
     if kind in ("f32", "f16", "bf16") and kind != DTYPES[q.dtype]:
         return f"a {kind} cache with {DTYPES[q.dtype]} activations"
     if kv.head_dim % 32 != 0 or not 32 <= kv.head_dim <= 256:
         return f"heads of {kv.head_dim} dimensions; multiples of 32 up to 256 are known"
-    if kv.scales is not None:
-        return f"a {kind} cache with scales of its layer"
-    if kv.steering is not None:
-        return f"a {kind} cache whose keys are rounded by steering"
     return None if kv.block_size in (16, 32, 64) else f"blocks of {kv.block_size} tokens; 16, 32 and 64 are known"
 
 

@@ -6,6 +6,7 @@ listed here would be compiled in the middle of a request, and looked at by no te
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from .types import ACTIVATIONS, EIGHT_BIT_KV
 
 HEAD_DIMS = (64, 96, 128, 256)
 BLOCK_SIZES = (16, 32)
-FLAGS = (0, WINDOW, SINKS | WINDOW, SOFT_CAP, SOFT_CAP | WINDOW)
+FLAGS = (0, WINDOW, SINKS, SINKS | WINDOW, SOFT_CAP, SOFT_CAP | WINDOW)
 COMPUTE = {"f16": ("f16",), "bf16": ("bf16", "f16"), "f32": ("f32", "tf32", "bf16")}
 WIDTHS = (1024, 4096, 8192)
 
@@ -44,12 +45,9 @@ def model_kernels(arch: str, needs: ModelNeeds) -> list[Listed]:
     """Every kernel that a model's forward pass and its sampling launch."""
     listed = [
         Listed(rows.embed(needs.act), rows.ROW_THREADS),
-        *(_norm(needs.act, needs.hidden_size, residual) for residual in (False, True)),
-        Listed(rows.act_mul(needs.act, needs.activation), rows.ROW_THREADS),
-        Listed(
-            rows.rope_store(needs.act, needs.kv, needs.head_dim, needs.block_size, "halves", norm=needs.head_norms),
-            rows.ROW_THREADS,
-        ),
+        *_norms(needs.act, needs.hidden_size),
+        *_gated(needs.act, needs.activation),
+        *_stores(needs.act, needs.kv, needs.head_dim, needs.block_size, "halves", norm=needs.head_norms),
         *linear_kernels(needs.act, needs.weights),
         *_shared(),
     ]
@@ -68,9 +66,11 @@ def representatives(arch: str) -> list[Listed]:
     """At least one of each template, and of attention the kinds that differ most: what CI compiles."""
     listed = [
         Listed(rows.embed("bf16"), rows.ROW_THREADS),
-        _norm("bf16", 4096, residual=True),
-        Listed(rows.act_mul("bf16", "silu"), rows.ROW_THREADS),
-        Listed(rows.rope_store("bf16", "fp8_e4m3", 128, 16, "halves", norm=True), rows.ROW_THREADS),
+        *_norms("bf16", 4096),
+        *_quantized_norms("bf16", 4096),
+        Listed(rows.bias_rows("bf16", add=True), rows.ROW_THREADS),
+        *_gated("bf16", "silu"),
+        *_stores("bf16", "fp8_e4m3", 128, 16, "halves", norm=True),
         *_shared(),
     ]
     for act, compute, kv, flags, prefill in (
@@ -89,13 +89,16 @@ def all_kernels(arch: str) -> list[Listed]:
     listed = [*_shared(), *all_linears()]
     for act in ACTIVATIONS:
         listed.append(Listed(rows.embed(act), rows.ROW_THREADS))
-        listed += (_norm(act, width, residual) for width in WIDTHS for residual in (False, True))
-        listed += (Listed(rows.act_mul(act, name), rows.ROW_THREADS) for name in rows.ACTIVATION)
+        for width in WIDTHS:
+            listed += [*_norms(act, width), *_quantized_norms(act, width)]
+        for name in rows.ACTIVATION:
+            listed += _gated(act, name)
+        if act != "f32":
+            listed += (Listed(rows.bias_rows(act, add=add), rows.ROW_THREADS) for add in (False, True))
         for kv, head_dim, block_size in _caches(act):
             for rope in rows.ROPE:
                 for norm in (False, True):
-                    kernel = rows.rope_store(act, kv, head_dim, block_size, rope, norm=norm)
-                    listed.append(Listed(kernel, rows.ROW_THREADS))
+                    listed += _stores(act, kv, head_dim, block_size, rope, norm=norm)
             for compute in COMPUTE[act]:
                 if refusal(act, compute, kv) is not None:
                     continue
@@ -113,6 +116,18 @@ def _caches(act: str) -> Iterator[tuple[str, int, int]]:
                 yield kv, head_dim, block_size
 
 
+def _gated(act: str, activation: str) -> list[Listed]:
+    kernels = rows.act_mul(act, activation), rows.act_mul_apart(act, activation)
+    return [Listed(kernel, rows.ROW_THREADS) for kernel in kernels]
+
+
+def _stores(act: str, kv: str, head_dim: int, block_size: int, rope: str, *, norm: bool) -> list[Listed]:
+    """With and without steering where there is any."""
+    ways = (False, True) if kv in EIGHT_BIT_KV and rope != "interleaved" else (False,)
+    kernels = (rows.rope_store(act, kv, head_dim, block_size, rope, norm=norm, steered=steered) for steered in ways)
+    return [Listed(kernel, rows.ROW_THREADS) for kernel in kernels]
+
+
 def _attention(shape: AttendShape) -> list[Listed]:
     # The step being computed has arrived; the others are under way.
     in_flight = (shape.stages - 1) * shape.stage_bytes
@@ -122,9 +137,17 @@ def _attention(shape: AttendShape) -> list[Listed]:
     ]
 
 
-def _norm(act: str, width: int, residual: bool) -> Listed:
-    kernel, threads = rows.rms_norm(act, width, residual=residual)
-    return Listed(kernel, threads, threads // 32 * 4)
+def _norms(act: str, width: int) -> list[Listed]:
+    """Plain, of a sum that is kept, and added to what is there."""
+    ways = ({"residual": False}, {"residual": True}, {"residual": False, "add": True})
+    kernels = (rows.rms_norm(act, width, **way) for way in ways)
+    return [Listed(kernel, threads, threads // 32 * 4) for kernel, threads in kernels]
+
+
+def _quantized_norms(act: str, width: int) -> list[Listed]:
+    ways = itertools.product(("fp8_e4m3", "int8"), (False, True))
+    kernels = (rows.rms_norm_quantize(act, code, width, residual=residual) for code, residual in ways)
+    return [Listed(kernel, threads, threads // 16 * 4) for kernel, threads in kernels]
 
 
 def _shared() -> list[Listed]:
