@@ -51,16 +51,13 @@ class DecodeGraphs:
         return same and 0 < rows <= self.sizes[-1] and all(len(work.rounds) <= 1 for work in self.program.lists)
 
     def run(self, sampling: SampleLists) -> None:
-        """Compute the step in the batch, of which all has been sent."""
+        """Compute the step in the batch, of which all has been sent, its lists of work too."""
         program, gpu = self.program, self.program.gpu
         counts = program.batch.counts
         rows = int(counts[ROWS])
         padded = self.sizes[bisect.bisect_left(self.sizes, rows)]
         grids = tuple(_grid(work, padded) if work.rounds else (0, 0) for work in program.lists)
         key = padded, grids
-        for work in program.lists:
-            if work.rounds:
-                work.bring(gpu, 0)
         if (graph := self.graphs.get(key)) is not None:
             gpu.replay(graph)
             return

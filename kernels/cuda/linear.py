@@ -6,6 +6,7 @@ Addresses and sizes in, calls out: nothing here needs a GPU, so that tests run t
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -105,6 +106,7 @@ def linear_calls(layer: Linear, rows: int, at: Addresses, processors: int, *, de
     return mma_calls(layer, rows, at, *_cut(layer, rows, processors, deterministic))
 
 
+@functools.lru_cache(1024)  # every layer of a model asks, and few differ
 def linear_workspace(layer: Linear, rows: int, processors: int, *, deterministic: bool) -> int:
     """Bytes that `Addresses.sums` must have for any number of rows up to this one."""
     if layer.dtype == "f32":

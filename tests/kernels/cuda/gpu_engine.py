@@ -27,12 +27,12 @@ from llmctl.engine.runner.make import make_runner
 from llmctl.engine.schedule.scheduler import Scheduler
 from llmctl.engine.schedule.step import Step
 from llmctl.kernels.cpu.pack import pack
-from llmctl.kernels.cuda import devices, register, steps
+from llmctl.kernels.cuda import devices, library, register, steps
 from llmctl.kernels.cuda.host_driver import HostDriver
 from llmctl.kernels.cuda.pack import parts
 from llmctl.kernels.cuda.source import Kernel
 from llmctl.kernels.formats import WeightFormat
-from llmctl.kernels.ops import Batch, F32Array, KVLayer, PackedWeight, U8Array
+from llmctl.kernels.ops import AnyArray, Batch, F32Array, KVLayer, PackedWeight, U8Array
 
 TINY = DecoderSpec(
     family="made", num_layers=2, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=64, ffn_size=512,
@@ -117,13 +117,16 @@ def large(format: WeightFormat) -> MadeModel:
 
 def made_on_the_way() -> Callable[[], None]:
     """Let layers have random weights in the GPU's layout instead of packing theirs; what undoes it."""
-    before = register.pack, register.unpack, steps.values_of
-    register.pack = lambda format, weight: _made_weight(format, weight.n, weight.k)  # type: ignore[attr-defined]
+    before = register.pack, register.unpack, steps.values_of, library.unpack
+    # Views, because an array that comes twice would be uploaded once.
+    register.pack = lambda format, weight: _made_weight(format, weight.n, weight.k).view()  # type: ignore[attr-defined]
     register.unpack = lambda weight: (weight,)  # type: ignore[attr-defined]
     steps.values_of = lambda weight: np.resize(_noise() * np.float32(0.02), (weight.n, weight.k))  # type: ignore[attr-defined]
 
+    library.unpack = lambda weight: (_made_rows(weight.n, weight.k).view(),)  # type: ignore[attr-defined]
+
     def undo() -> None:
-        register.pack, register.unpack, steps.values_of = before  # type: ignore[attr-defined]
+        register.pack, register.unpack, steps.values_of, library.unpack = before  # type: ignore[attr-defined]
 
     return undo
 
@@ -131,6 +134,12 @@ def made_on_the_way() -> Callable[[], None]:
 @functools.cache
 def _noise() -> F32Array:
     return np.random.default_rng(3).normal(0, 1, (1 << 20) + 7).astype(np.float32)
+
+
+@functools.cache
+def _made_rows(n: int, k: int) -> AnyArray:
+    """Values of about 0.02 in bfloat16, for a library."""
+    return np.resize(steps.as_stored(_noise() * np.float32(0.02), "bf16"), (n, k))
 
 
 @functools.cache
@@ -240,6 +249,7 @@ def speeds(batches: tuple[int, ...] = BATCHES, measured: int = MEASURED) -> list
             )
         runner.close()
         _made_weight.cache_clear()
+        _made_rows.cache_clear()
     return rows
 
 
@@ -275,7 +285,7 @@ def _decode(runner: CudaRunner, plan: object, batch: int, measured: int) -> dict
         engine.add(
             Request(
                 id=f"{batch}-{number}", prompt=prompt, sampling=way, seed=number, stop_ids=(),
-                max_tokens=WARM + measured + 8,
+                max_tokens=WARM + measured + 16,
             )
         )  # fmt: skip
     counts = {f"{batch}-{number}": 0 for number in range(batch)}
