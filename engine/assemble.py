@@ -5,23 +5,27 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from ..kernels import registry
 from ..kernels.cuda.driver import OutOfMemory
+from ..kernels.device import give_back_freed_memory
 from ..kernels.errors import CapacityError
 from .audit import AuditedEngine
-from .budget import MemoryBudget, blocks_for
+from .budget import MemoryBudget
 from .config import EngineConfig, environment
 from .device import settle
 from .drafting import draft_config, make_proposer
 from .engine import Core, Engine, StepRunner
 from .load.convert import NATIVE
+from .load.disk import check_swap_room
 from .load.hub import resolve as resolve_source
 from .load.model import Model, open_model
 from .load.progress import Progress
 from .load.vocabulary import Vocabulary, check_same_vocabulary
 from .messages import EngineInfo
 from .plan import Plan, resolve
+from .pools import blocks_for
 from .runner.golden import check_golden
 from .runner.make import make_runner
 from .runner.probe import try_bits
@@ -80,6 +84,8 @@ def assemble(
     plan, budget = resolve(config, model, draft)
     log.info("plan: %s", plan)
     log.info("memory: %s", budget)
+    if plan.tier_blocks and not plan.on_gpu:  # before anything is built
+        check_swap_room(Path(plan.tier_folder), budget.tier_bytes)
     try:
         runner = make_runner(model, plan)
     except OutOfMemory as error:
@@ -99,7 +105,9 @@ def assemble(
     engine: Core = Engine(Scheduler(scheduler_config(plan, epoch), proposer), driven, plan.async_depth)
     if config.cache_audit:
         engine = AuditedEngine(engine, config.cache_audit)
-    return engine, _info(model, plan, epoch, same_bits)
+    info = _info(model, plan, epoch, same_bits)
+    give_back_freed_memory()
+    return engine, info
 
 
 def scheduler_config(plan: Plan, epoch: int) -> SchedulerConfig:

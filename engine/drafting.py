@@ -11,7 +11,6 @@ from .load.model import Model
 from .plan import Plan
 from .runner.cuda_runner import CudaRunner
 from .runner.draft_model import DraftModel
-from .runner.make import make_draft_runner
 from .runner.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -25,7 +24,7 @@ def draft_config(config: EngineConfig) -> EngineConfig:
 
 
 def make_proposer(draft: Model, target: Model, plan: Plan, runner: Runner | CudaRunner) -> DraftModel:
-    """The draft model, ready to guess for a target of the same vocabulary, which `runner` runs.
+    """The draft model, ready to guess for a target of the same vocabulary, on the device of its runner.
 
     A step of one row takes as long as reading the weights, so their sizes say what a guess costs.
     """
@@ -37,7 +36,9 @@ def make_proposer(draft: Model, target: Model, plan: Plan, runner: Runner | Cuda
             draft.name, 100 * ratio, target.name,
         )  # fmt: skip
     return DraftModel(
-        make_draft_runner(draft, plan.draft, runner),
+        CudaRunner(draft, plan.draft, runner.gpu, owned=False)
+        if isinstance(runner, CudaRunner)
+        else Runner(draft, plan.draft),
         cost=min(ratio, MOST_COST),
         max_rows=plan.draft.max_num_batched_tokens,
         max_tokens=min(plan.max_model_len, draft.spec.context_length),

@@ -13,6 +13,7 @@ import logging
 from dataclasses import dataclass, field
 
 from ...kernels.cuda.gpu import Graph
+from ...kernels.cuda.work_list import WorkList
 from ...kernels.ops import LOGIT_ROWS, ROWS, SEQS
 from ..sizes import format_bytes
 from .cuda_program import StepProgram
@@ -50,21 +51,13 @@ class DecodeGraphs:
         return same and 0 < rows <= self.sizes[-1] and all(len(work.rounds) <= 1 for work in self.program.lists)
 
     def run(self, sampling: SampleLists) -> None:
-        """Compute the step in the batch, of which all has been sent."""
+        """Compute the step in the batch, of which all has been sent, its lists of work too."""
         program, gpu = self.program, self.program.gpu
         counts = program.batch.counts
         rows = int(counts[ROWS])
         padded = self.sizes[bisect.bisect_left(self.sizes, rows)]
-        grids = tuple(
-            (_up(len(work.rounds[0].work), len(work.work)), _up(len(work.rounds[0].merge), len(work.merge)))
-            if work.rounds
-            else (0, 0)
-            for work in program.lists
-        )
+        grids = tuple(_grid(work, padded) if work.rounds else (0, 0) for work in program.lists)
         key = padded, grids
-        for work in program.lists:
-            if work.rounds:
-                work.bring(gpu, 0)
         if (graph := self.graphs.get(key)) is not None:
             gpu.replay(graph)
             return
@@ -89,6 +82,9 @@ class DecodeGraphs:
         self.graphs.clear()
 
 
-def _up(count: int, most: int) -> int:
-    """The power of two that holds so many, and no more than there is room for."""
-    return min(1 << (count - 1).bit_length(), most) if count else 0
+def _grid(work: WorkList, rows: int) -> tuple[int, int]:
+    """Room for the list's work in a step of so many decodes, and for more, so that few graphs serve many steps."""
+    found = work.rounds[0]
+    tiles = rows * -(-work.tiles.group // work.tiles.rows)
+    items = max(2 * tiles, 1 << (len(found.work) - 1).bit_length())
+    return min(items, len(work.work)), min(tiles, len(work.merge)) if len(found.merge) else 0

@@ -222,6 +222,8 @@ class CudaRunner:
         for work in program.lists:
             work.plan()
             work.held = True
+            if len(work.rounds) == 1:  # with all else that the step sends
+                work.bring(self.gpu, 0)
         try:
             if sampling and self._graphs is not None and self._graphs.serves():
                 self._graphs.run(self._lists)

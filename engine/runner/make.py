@@ -19,10 +19,3 @@ def make_runner(model: Model, plan: Plan) -> Runner | CudaRunner:
     except BaseException:
         gpu.close()
         raise
-
-
-def make_draft_runner(model: Model, plan: Plan, target: Runner | CudaRunner) -> Runner | CudaRunner:
-    """The runner of a draft model, on the device of its target's."""
-    if isinstance(target, CudaRunner):
-        return CudaRunner(model, plan, target.gpu, owned=False)
-    return Runner(model, plan)

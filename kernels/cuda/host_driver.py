@@ -52,13 +52,16 @@ class _Area:
     """Allocations of one kind, found by any address inside."""
 
     kind: str
+    real: bool = True  # else there are addresses, and nothing at them
+    next: int = 1 << 44
     starts: list[int] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)
     arrays: dict[int, U8Array] = field(default_factory=dict)
 
     def add(self, num_bytes: int) -> int:
-        raw = np.full(num_bytes + 2 * _ALIGNMENT, _POISON, np.uint8)
-        start = -(-int(raw.ctypes.data) // _ALIGNMENT) * _ALIGNMENT
+        raw = np.full(num_bytes + 2 * _ALIGNMENT if self.real else 0, _POISON, np.uint8)
+        start = -(-(int(raw.ctypes.data) if self.real else self.next) // _ALIGNMENT) * _ALIGNMENT
+        self.next = start + num_bytes + _ALIGNMENT
         bisect.insort(self.starts, start)
         self.sizes[start], self.arrays[start] = num_bytes, raw
         return start
@@ -86,7 +89,8 @@ class _Area:
 class HostDriver:
     """A GPU of compute capability 8.0 whose memory is the host's.
 
-    folder   where emulated kernels are built and kept; None: launches are written down, and compute nothing
+    folder   where emulated kernels are built and kept; None: launches are written down and compute nothing, there is no
+             device memory behind its addresses, and all that comes back are bytes of 1
     """
 
     folder: Path | None
@@ -107,6 +111,9 @@ class HostDriver:
     _open: int = 0
     _arriving: dict[int, int] = field(default_factory=dict)  # pinned memory that downloads still write: start, end
 
+    def __post_init__(self) -> None:
+        self._device.real = self.folder is not None
+
     def get(self, kernel: Kernel) -> Cubin:
         """Stands for the compiler: code that `load` knows again."""
         code = f"{kernel.header} {kernel.expression}".encode()
@@ -117,6 +124,11 @@ class HostDriver:
     def launches(self) -> list[Recorded]:
         """The launches that were written down, in order."""
         return [call for call in self.calls if call.name == "launch"]
+
+    @property
+    def loaded(self) -> tuple[Kernel, ...]:
+        """Every kernel that was loaded, once."""
+        return tuple(dict.fromkeys(kernel for kernel, _ in self._functions.values()))
 
     def version(self) -> tuple[int, int]:
         return 13, 0
@@ -235,7 +247,8 @@ class HostDriver:
             check()
             if before is not None and _checksum(source, num_bytes) != before:
                 raise Misuse(f"upload: what it reads at {source:#x} was changed before it was waited for")
-            ctypes.memmove(target, source, num_bytes)
+            if self._device.real:
+                ctypes.memmove(target, source, num_bytes)
 
         self._give(stream, _Work(copy))
 
@@ -251,7 +264,10 @@ class HostDriver:
             check()
             if _checksum(target, num_bytes) != before:
                 raise Misuse(f"download: what it writes at {target:#x} was used before it was waited for")
-            ctypes.memmove(target, source, num_bytes)
+            if self._device.real:
+                ctypes.memmove(target, source, num_bytes)
+            else:
+                ctypes.memset(target, 1, num_bytes)
             self._arriving.pop(target, None)
 
         self._give(stream, _Work(copy))
@@ -264,7 +280,8 @@ class HostDriver:
 
         def copy() -> None:
             check()
-            ctypes.memmove(target, source, num_bytes)
+            if self._device.real:
+                ctypes.memmove(target, source, num_bytes)
 
         self._give(stream, _Work(copy))
 
@@ -274,7 +291,8 @@ class HostDriver:
 
         def fill() -> None:
             self._device.check(target, num_bytes, "fill")
-            ctypes.memset(target, value, num_bytes)
+            if self._device.real:
+                ctypes.memset(target, value, num_bytes)
 
         self._give(stream, _Work(fill))
 

@@ -6,6 +6,7 @@ Addresses and sizes in, calls out: nothing here needs a GPU, so that tests run t
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -107,6 +108,7 @@ def linear_calls(
     return mma_calls(layer, rows, at, *_cut(layer, rows, processors, deterministic, shared_limit))
 
 
+@functools.lru_cache(1024)  # every layer of a model asks, and few differ
 def linear_workspace(
     layer: Linear, rows: int, processors: int, *, deterministic: bool, shared_limit: int = SHARED_LIMIT
 ) -> int:
