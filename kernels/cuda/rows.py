@@ -51,6 +51,16 @@ def act_mul_apart(act: str, activation: str) -> Kernel:
     return Kernel("apart.cuh", f"act_mul_apart<{ELEMENTS[act]}, {ACTIVATION[activation]}>")
 
 
+GATHER_TOKENS = Kernel("step.cuh", "gather_tokens")
+KEEP_TOKENS = Kernel("step.cuh", "keep_tokens")
+SCATTER_RUNS = Kernel("step.cuh", "scatter_runs")
+
+
+def widen(act: str) -> Kernel:
+    """Logits of a 16-bit type as float32."""
+    return Kernel("step.cuh", f"widen<{ELEMENTS[act]}>")
+
+
 def bias_rows(act: str, *, add: bool) -> Kernel:
     return Kernel("apart.cuh", f"bias_rows<{ELEMENTS[act]}, {'true' if add else 'false'}>")
 

@@ -48,6 +48,7 @@ def model_kernels(arch: str, needs: ModelNeeds) -> list[Listed]:
         *_norms(needs.act, needs.hidden_size),
         *_gated(needs.act, needs.activation),
         *_stores(needs.act, needs.kv, needs.head_dim, needs.block_size, "halves", norm=needs.head_norms),
+        *_of_16_bits(needs.act),
         *linear_kernels(needs.act, needs.weights),
         *_shared(),
     ]
@@ -69,7 +70,7 @@ def representatives(arch: str) -> list[Listed]:
         Listed(rows.embed(act), rows.ROW_THREADS),
         *_norms(act, 4096),
         *_quantized_norms(act, 4096),
-        Listed(rows.bias_rows(act, add=True), rows.ROW_THREADS),
+        *_of_16_bits(act),
         *_gated(act, "silu"),
         *_stores(act, "fp8_e4m3", 128, 16, "halves", norm=True),
         *_shared(),
@@ -96,8 +97,7 @@ def all_kernels(arch: str) -> list[Listed]:
             listed += [*_norms(act, width), *_quantized_norms(act, width)]
         for name in rows.ACTIVATION:
             listed += _gated(act, name)
-        if act != "f32":
-            listed += (Listed(rows.bias_rows(act, add=add), rows.ROW_THREADS) for add in (False, True))
+        listed += _of_16_bits(act)
         for kv, head_dim, block_size in _caches(act):
             for rope in rows.ROPE:
                 for norm in (False, True):
@@ -122,6 +122,14 @@ def _caches(act: str) -> Iterator[tuple[str, int, int]]:
         for head_dim in HEAD_DIMS:
             for block_size in BLOCK_SIZES:
                 yield kv, head_dim, block_size
+
+
+def _of_16_bits(act: str) -> list[Listed]:
+    """What only activations of 16 bits need."""
+    if act == "f32":
+        return []
+    kernels = (rows.widen(act), *(rows.bias_rows(act, add=add) for add in (False, True)))
+    return [Listed(kernel, rows.ROW_THREADS) for kernel in kernels]
 
 
 def _gated(act: str, activation: str) -> list[Listed]:
@@ -163,6 +171,7 @@ def _shared() -> list[Listed]:
         Listed(rows.COPY_TOKENS, rows.ROW_THREADS),
         Listed(rows.MOVE_BLOCKS, rows.ROW_THREADS),
         Listed(rows.sample(), rows.SAMPLE_THREADS, rows.sample_shared_bytes()),
+        *(Listed(one, rows.ROW_THREADS) for one in (rows.GATHER_TOKENS, rows.KEEP_TOKENS, rows.SCATTER_RUNS)),
     ]
 
 
