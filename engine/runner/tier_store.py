@@ -16,8 +16,7 @@ from collections.abc import Iterable, Sequence
 from io import FileIO
 from pathlib import Path
 
-from ...kernels.errors import CapacityError
-from ..load.disk import check_swap_room
+from ..load.disk import check_swap_room, no_swap_file
 from ..schedule.step import Swap
 from ..sizes import format_bytes
 from .cache import GroupCache
@@ -33,10 +32,7 @@ def open_tier(folder: Path, groups: Sequence[GroupCache], num_places: int, block
         folder.mkdir(parents=True, exist_ok=True)
         file = tempfile.TemporaryFile(buffering=0, dir=folder, prefix="swap-")  # noqa: SIM115  (the store closes it)
     except OSError as error:
-        raise CapacityError(
-            f"cannot make a file for swapped KV blocks in `{folder}`: {error.strerror}",
-            "let LLMCTL_CACHE name a folder that can be written, or use `--swap-space 0`",
-        ) from error
+        raise no_swap_file(folder, error.strerror or str(error)) from error
     assert isinstance(file, FileIO)
     log.info(
         "swap space: %d blocks of %d tokens, %s at most, in `%s`", num_places, block_size, format_bytes(needed), folder
