@@ -31,7 +31,7 @@ U8Array = npt.NDArray[np.uint8]
 AnyArray = npt.NDArray[np.generic]
 
 NO_QUAD = 255  # of an ActForm's wide quads: this group has none
-WIDE_TOP = 32512.0  # largest wide code: 256 * 127, so that high bytes stay within [-127, 127]
+WIDE_TOP = 2032.0  # largest wide code: 16 * 127, so that its high part is a byte
 PANEL = 16  # outputs per packed panel; every row buffer is padded to a multiple of it
 PRIVATE_ROWS = 2  # with at most this many rows each thread computes an Act for itself, which saves a barrier
 
@@ -110,9 +110,9 @@ class ActForm:
 
     codes   int8 or int16 [rows, k];  scales float32 [rows, k / group];  sums int32 [rows, k / group]: sum of the codes
     order   code j is of value order[j], of value j if None
-    wide    uint8 [k / group], of i8 only: four codes of the group, from 4 * wide on, have 16 bits, so that outliers
-            there leave the others their precision; NO_QUAD where none has. Codes hold the low bytes (signed)
-    high    int32 [rows, k / group]: the four high bytes, which count 256 times; None unless i8
+    wide    uint8 [k / group], of i8 only: four codes of the group, from 4 * wide on, have 12 bits, so that outliers
+            there leave the others their precision; NO_QUAD where none has. Codes hold their low parts, in [-8, 7]
+    high    int32 [rows, k / group]: four bytes, the high parts, which count 16 times; None unless i8
     """
 
     kind: str  # "i8" | "i16"
@@ -123,6 +123,11 @@ class ActForm:
     order: I32Array | None = None
     wide: U8Array | None = None
     high: I32Array | None = None
+
+    @property
+    def can_widen(self) -> bool:
+        """Whether it may have wide quads: it has 8 bits, and groups in which a byte can number the quads."""
+        return self.kind == "i8" and self.group // 4 <= NO_QUAD
 
 
 @dataclass(frozen=True, slots=True, eq=False)

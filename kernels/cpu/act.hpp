@@ -5,7 +5,7 @@
 // NaN or Inf anywhere in a group makes its scale NaN or Inf, so it reaches every output that reads the group. A form may
 // have its values in another order: that of a weight whose groups are not of consecutive inputs.
 //
-// A wide quad does not count for the scale until it is 256 times larger than the rest: an outlier no longer costs its
+// A wide quad does not count for the scale until it is 16 times larger than the rest: an outlier no longer costs its
 // neighbours their precision.
 #pragma once
 
@@ -44,7 +44,7 @@ LLMCTL_INLINE int32_t quantize_group(const float* x, int group, float top, Code*
   return Isa::sum_i(sum);
 }
 
-// The same for a group of int8 whose four codes from 4 * quad on are wide; their high bytes go to `high`.
+// The same for a group of int8 whose four codes from 4 * quad on are wide; their high parts go to `high`.
 template <class Isa>
 LLMCTL_INLINE int32_t quantize_wide_group(const float* x, int group, int quad, int8_t* codes, float* scale,
                                           int32_t* high) {
@@ -72,13 +72,16 @@ LLMCTL_INLINE int32_t quantize_wide_group(const float* x, int group, int quad, i
     const F most = k == at ? Isa::select(wide, Isa::set1(kWideTop), top) : top;
     I code = Isa::to_int(Isa::max(Isa::min(Isa::div(Isa::load(x + k), s), most), Isa::sub(none, most)));
     sum = Isa::add_i(sum, code);
-    if (k == at) {  // code = 256 upper + lower, lower in [-128, 127]
-      const I shifted = Isa::add_i(code, Isa::set1_i(128 + (1 << 16)));
-      const I upper = Isa::sub_i(Isa::template shift_right<8>(shifted), Isa::set1_i(1 << 8));
-      code = Isa::sub_i(code, Isa::template shift_left<8>(upper));
-      int8_t bytes[kLanes];
+    if (k == at) {
+      const I shifted = Isa::add_i(code, Isa::set1_i(8 + (1 << 16)));
+      const I upper = Isa::sub_i(Isa::template shift_right<4>(shifted), Isa::set1_i(1 << 12));
+      int8_t bytes[kLanes], parts[kLanes];
       Isa::store_i8(bytes, upper);
+      Isa::store_i8(codes + k, code);
+      Isa::store_i8(parts, Isa::sub_i(code, Isa::template shift_left<4>(upper)));
       std::memcpy(high, bytes + first, 4);
+      std::memcpy(codes + 4 * quad, parts + first, 4);
+      continue;
     }
     Isa::store_i8(codes + k, code);
   }

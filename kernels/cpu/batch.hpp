@@ -56,10 +56,10 @@ enum class FormKind : int { i8, i16 };
 // Activations quantized per row and group: codes [rows, k], scales and sums [rows, k / group].
 // Code j is of value order[j] of the row, of value j if `order` is null.
 //
-// A group of i8 may have one wide quad, four codes of 16 bits that begin at 4 * wide[group]: their low bytes are among
-// the codes, their high ones are the four bytes of `high` [rows, k / group], and sums are of the whole codes.
+// A group of i8 may have one wide quad, four codes of 12 bits that begin at 4 * wide[group]: code = 16 high + low, where
+// low in [-8, 7] is among the codes and high is one of four bytes in `high` [rows, k / group]. Sums are of whole codes.
 constexpr uint8_t kNoQuad = 255;
-constexpr float kWideTop = 32512.0f;  // 256 * 127: high bytes stay within [-127, 127]
+constexpr float kWideTop = 2032.0f;  // 16 * 127
 
 struct Form {
   FormKind kind;

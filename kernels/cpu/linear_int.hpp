@@ -44,30 +44,34 @@ LLMCTL_INLINE void add_block_int4(const uint8_t* __restrict w, const int8_t* __r
   }
 }
 
-// total[row][v] += 256 times the products of the four wide codes' high bytes; `codes` are the group's.
+// total[row][v] += 16 times the products of the four wide codes' high parts; `codes` are the group's.
 template <class C, int kRows>
 LLMCTL_INLINE void add_wide_quad(const uint8_t* __restrict codes, int quad, const int32_t* __restrict high, long stride,
                                  typename C::I (&total)[kRows][kPanel / C::kWidth]) {
   constexpr int kVectors = kPanel / C::kWidth;
+  const uint8_t* from = codes + 32 * (quad & ~1);
   typename C::Codes4 w[kVectors];
   LLMCTL_UNROLL
   for (int v = 0; v < kVectors; ++v) {
-    typename C::Codes4 low, upper;
-    C::load_codes4(codes + 32 * (quad & ~1) + 4 * C::kWidth * v, low, upper);
-    w[v] = (quad & 1) != 0 ? upper : low;
+    if constexpr (C::kLongSums) {
+      w[v] = C::load_codes4_times16(from + 4 * C::kWidth * v, quad & 1);
+    } else {
+      typename C::Codes4 low, upper;
+      C::load_codes4(from + 4 * C::kWidth * v, low, upper);
+      w[v] = (quad & 1) != 0 ? upper : low;
+    }
   }
   LLMCTL_UNROLL
   for (int i = 0; i < kRows; ++i) {
     const auto xi = C::broadcast_x4(reinterpret_cast<const int8_t*>(high + i * stride));
     LLMCTL_UNROLL
     for (int v = 0; v < kVectors; ++v) {
-      typename C::I products;
       if constexpr (C::kLongSums) {
-        products = C::dot4(C::zero_i(), w[v], xi);
-      } else {
-        products = C::sum4_to_int(C::dot4(C::zero_sum4(), w[v], xi));
+        total[i][v] = C::dot4(total[i][v], w[v], xi);
+      } else {  // 16 times a code would overflow the products' 16 bits
+        const auto products = C::sum4_to_int(C::dot4(C::zero_sum4(), w[v], xi));
+        total[i][v] = C::add_i(total[i][v], C::template shift_left<4>(products));
       }
-      total[i][v] = C::add_i(total[i][v], C::template shift_left<8>(products));
     }
   }
 }
@@ -104,7 +108,7 @@ LLMCTL_NOINLINE void tile_int4(const uint8_t* __restrict w, const int8_t* __rest
       LLMCTL_UNROLL
       for (int v = 0; v < kVectors; ++v) total[i][v] = start;
     }
-    const uint8_t* codes = w;
+    if (wide != nullptr && wide[g] != kNoQuad) add_wide_quad<C, kRows>(w, wide[g], high + g, groups, total);
     const int count = kOneBlock ? 1 : blocks;
 #pragma GCC unroll 1
     for (int b = 0; b < count; ++b) {
@@ -127,7 +131,6 @@ LLMCTL_NOINLINE void tile_int4(const uint8_t* __restrict w, const int8_t* __rest
       w += 256;
       x += 32;
     }
-    if (wide != nullptr && wide[g] != kNoQuad) add_wide_quad<C, kRows>(codes, wide[g], high + g, groups, total);
     F scale[kVectors], zero[kVectors];
     load_halves<C>(scales, scale);
     if constexpr (kKind != WeightKind::int4) load_halves<C>(scales + 2 * kPanel, zero);

@@ -18,6 +18,7 @@ from ..formats import KV_BYTES, WeightFormat
 from ..ops import (
     NO_QUAD,
     Act,
+    ActForm,
     ActMulArgs,
     AttendArgs,
     Batch,

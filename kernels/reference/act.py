@@ -22,7 +22,7 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(codes float32 [rows, k], scales float32 [rows, groups], sums float32 [rows, groups]) of float32 values.
 
-    A group of zeros has scale 0 and codes 0. Codes of wide quads are whole, not cut into bytes.
+    A group of zeros has scale 0 and codes 0. Codes of wide quads are whole, not cut into parts.
     """
     rows, k = values.shape
     grouped = values.reshape(rows, k // group, group)
@@ -30,9 +30,7 @@ def quantize(
     for g, quad in enumerate(() if wide is None else wide.tolist()):
         if quad != NO_QUAD:
             tops[g, 4 * quad : 4 * quad + 4] = WIDE_TOP
-    narrow, broad = (
-        torch.where(tops == top, grouped.abs(), 0).amax(dim=2) / top for top in (Q_MAX[kind], WIDE_TOP)
-    )
+    narrow, broad = (torch.where(tops == top, grouped.abs(), 0).amax(dim=2) / top for top in (Q_MAX[kind], WIDE_TOP))
     scales = torch.maximum(narrow, broad)  # keeps NaN
     codes = torch.round(grouped / scales[:, :, None])  # rounds half to even
     codes = torch.where(scales[:, :, None] == 0, torch.zeros_like(codes), codes)
@@ -47,29 +45,31 @@ def write_act(act: Act, values: torch.Tensor) -> None:
         read = values if form.order is None else values[:, torch.from_numpy(form.order).long()]
         codes, scales, sums = quantize(read, form.kind, form.group, form.wide)
         if form.wide is not None and form.high is not None:
-            codes = _cut(codes, form.wide, form.group, torch.from_numpy(form.high)[:rows])
+            codes, high = cut(codes, form.wide, form.group)
+            torch.from_numpy(form.high)[:rows] = high
         stored = torch.from_numpy(form.codes)
         stored[:rows] = codes.to(stored.dtype)
         torch.from_numpy(form.scales)[:rows] = scales
         torch.from_numpy(form.sums)[:rows] = sums.to(torch.int32)
 
 
-def _cut(codes: torch.Tensor, wide: U8Array, group: int, high: torch.Tensor) -> torch.Tensor:
-    """The low bytes of codes [rows, k], the high ones of wide quads going to `high` [rows, groups] as bytes."""
+def cut(codes: torch.Tensor, wide: U8Array, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [rows, k] with the low parts of wide quads, and their high parts, as bytes, int32 [rows, groups]."""
     rows, k = codes.shape
-    whole = torch.where(torch.isfinite(codes), codes, 0).to(torch.int32)
-    upper = (whole + 128) >> 8
-    quads = torch.from_numpy(np.where(wide == NO_QUAD, 0, wide)).long()
-    at = quads[:, None] * 4 + torch.arange(4)
-    grouped = upper.reshape(rows, k // group, group)
-    taken = grouped.gather(2, at.expand(rows, -1, -1)).to(torch.int8)
-    taken[:, torch.from_numpy(wide == NO_QUAD)] = 0
-    high.copy_(taken.contiguous().view(torch.int32)[..., 0])
-    return (whole - (upper << 8)).float()
+    high = torch.zeros((rows, k // group), dtype=torch.int32)
+    whole = torch.where(torch.isfinite(codes), codes, 0).to(torch.int32).reshape(rows, k // group, group)
+    for g, quad in enumerate(wide.tolist()):
+        if quad == NO_QUAD:
+            continue
+        part = whole[:, g, 4 * quad : 4 * quad + 4]
+        upper = (part + 8) >> 4
+        high[:, g] = upper.to(torch.int8).contiguous().view(torch.int32)[:, 0]
+        part -= upper << 4
+    return whole.reshape(rows, k).float(), high
 
 
 def whole_codes(form: ActForm, rows: int) -> torch.Tensor:
-    """Codes int32 [rows, k] of the first rows, those of wide quads with their high bytes."""
+    """Codes int32 [rows, k] of the first rows, those of wide quads with their high parts."""
     codes = torch.from_numpy(form.codes)[:rows].to(torch.int32)
     if form.wide is None or form.high is None:
         return codes
@@ -77,5 +77,5 @@ def whole_codes(form: ActForm, rows: int) -> torch.Tensor:
     high = torch.from_numpy(form.high)[:rows].contiguous().view(torch.int8).reshape(rows, -1, 4).to(torch.int32)
     for g, quad in enumerate(form.wide.tolist()):
         if quad != NO_QUAD:
-            grouped[:, g, 4 * quad : 4 * quad + 4] += high[:, g] << 8
+            grouped[:, g, 4 * quad : 4 * quad + 4] += high[:, g] << 4
     return grouped.reshape(rows, -1)
