@@ -14,7 +14,7 @@ import msgspec
 
 from ..kernels.errors import CapacityError, UsageError
 from ..kernels.formats import KVFormat
-from ..kernels.ops import PANEL
+from ..kernels.ops import PANEL, latent_row_bytes
 from .config import NO_SPECULATION, EngineConfig
 from .kv_groups import KVGroup, kv_groups, kv_layer_bytes
 from .models.arch import DecoderSpec
@@ -303,6 +303,8 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int) -> int
     read = 2 * spec.hidden_size + query + spec.ffn_size
     written = (2 if spec.sandwich_norms else 1) * spec.hidden_size + query + 2 * key + 2 * spec.ffn_size
     row = read * (4 + 2) + read // 32 * (4 + 4) + written * 4
+    if spec.latent is not None:
+        row += latent_row_bytes(spec.num_heads, spec.latent.kv_rank + spec.latent.rope_dim)
     logits = -(-spec.vocab_size // PANEL) * PANEL
     sequence = 4 * (length + blocks_for(length, config.block_size))
     rope = (1 if spec.rope_local is None else 2) * length * spec.head_dim * 4
