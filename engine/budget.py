@@ -68,7 +68,8 @@ class MemoryBudget:
     kv_formats  the kind of each layer; `kv_format` where --kv-cache-dtype-skip-layers does not keep one as it is
     groups      the KV groups with their pools; the first keeps every position
     step_blocks blocks that the positions of the steps in flight may take in a group with a window, all together
-    tier_blocks blocks that the swap space takes; it is on disk and no part of `total`
+    tier_blocks blocks that the swap space takes, besides those of groups with a window; it is on disk and no part of
+                `total`
     draft       the draft model's part of weights, workspace and KV bytes
     """
 
@@ -102,7 +103,7 @@ class MemoryBudget:
 
     @property
     def swapped_bytes_per_block(self) -> int:
-        """Bytes of a block that the swap space keeps: the layers that keep everything, and not the draft model's."""
+        """Bytes of a block that the swap space keeps of the layers that keep everything; not the draft model's."""
         return self.groups[0].bytes_per_token * self.block_size
 
     @property
@@ -118,7 +119,8 @@ class MemoryBudget:
     @property
     def tier_bytes(self) -> int:
         """Bytes of the swap space, at most."""
-        return self.swapped_bytes_per_block * self.tier_blocks
+        windows = sum(group.tier_blocks * group.bytes_per_token for group in self.groups) * self.block_size
+        return self.swapped_bytes_per_block * self.tier_blocks + windows
 
     @property
     def num_tokens(self) -> int:
@@ -225,19 +227,23 @@ def memory_budget(
                 or f"free at least {format_bytes(1 - sizes.room)} of memory, or choose a model with smaller weights",
             ],
         )
-    num_blocks = _pool_blocks(config, asked, sizes)
+    groups = sizes.pools.sized(_pool_blocks(config, asked, sizes))
+    tier_blocks, windows = _tier_blocks(config, groups, sizes.length)
     return MemoryBudget(
         available=available_bytes,
         weights=sizes.weights,
         workspace=sizes.workspace,
         reserve=sizes.reserve,
         kv_format=sizes.kv.kind,
-        groups=sizes.pools.sized(num_blocks),
+        groups=tuple(
+            msgspec.structs.replace(group, tier_blocks=count)
+            for group, count in zip(groups, (0, *windows), strict=True)
+        ),
         step_blocks=sizes.pools.step_blocks,
         block_size=config.block_size,
         max_model_len=sizes.length,
         kv_formats=tuple(form.kind for form in sizes.formats),
-        tier_blocks=_tier_blocks(config, sizes.pools.sized(num_blocks)[0].bytes_per_token),
+        tier_blocks=tier_blocks,
         draft=sizes.share,
     )
 
@@ -374,19 +380,24 @@ class _Asked:
         return []
 
 
-def _tier_blocks(config: EngineConfig, per_token: int) -> int:
-    """Blocks that the swap space takes, of the layers that keep everything. UsageError if it takes none."""
-    if config.swap_space and not per_token:
-        raise UsageError("--swap-space has nothing to take: every layer has a window", "use `--swap-space 0`")
-    block = max(1, per_token * config.block_size)
-    blocks = int(config.swap_space * (1 << 30)) // block
+def _tier_blocks(config: EngineConfig, groups: Sequence[KVGroup], length: int) -> tuple[int, tuple[int, ...]]:
+    """Blocks that the swap space takes: of the layers that keep everything, and of each group with a window.
+
+    Of those as many as sequences of a typical length, a quarter of the longest, hold beside the first. UsageError if
+    it takes none.
+    """
+    typical = blocks_for(-(-length // 4), config.block_size)
+    shares = [group.blocks_of(-(-length // 4), config.block_size) / typical for group in groups[1:]]
+    per_token = [group.bytes_per_token for group in groups]
+    block = sum(size * share for size, share in zip(per_token, (1.0, *shares))) * config.block_size
+    blocks = int(config.swap_space * (1 << 30) / max(block, 1))
     if config.swap_space and not blocks:
         raise UsageError(
             f"--swap-space is {format_bytes(int(config.swap_space * (1 << 30)))}, one KV block of {config.block_size} "
-            f"tokens has {format_bytes(block)}",
+            f"tokens has {format_bytes(math.ceil(block))}",
             "give it at least some hundred blocks, or use `--swap-space 0`",
         )
-    return blocks
+    return blocks, tuple(int(blocks * share) for share in shares)
 
 
 def _draft_share(draft: ModelSize, config: EngineConfig, length: int) -> DraftShare:

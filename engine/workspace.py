@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ..kernels.device import default_threads
 from ..kernels.formats import KVFormat
-from ..kernels.ops import PANEL, steering_width
+from ..kernels.ops import PANEL, latent_row_bytes, steering_width
 from ..kernels.scratch import attend_scratch_bytes, sample_scratch_bytes
 from .config import EngineConfig
 from .models.arch import DecoderSpec
@@ -28,6 +28,8 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int) -> int
     read = 2 * spec.hidden_size + query + spec.ffn_size
     written = (2 if spec.sandwich_norms else 1) * spec.hidden_size + query + 2 * key + 2 * spec.ffn_size
     row = read * (4 + 2) + read // 32 * (4 + 4 + 4) + written * 4
+    if spec.latent is not None:
+        row += latent_row_bytes(spec.num_heads, spec.latent.kv_rank + spec.latent.rope_dim)
     logits = -(-spec.vocab_size // PANEL) * PANEL
     sequence = 4 * (length + blocks_for(length, config.block_size))
     rope = (1 if spec.rope_local is None else 2) * length * spec.head_dim * 4

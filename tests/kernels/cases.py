@@ -22,6 +22,7 @@ from llmctl.kernels.ops import (
     EmbedArgs,
     KVCopyArgs,
     KVLayer,
+    LatentArgs,
     LinearArgs,
     NormAddArgs,
     NormArgs,
@@ -34,7 +35,7 @@ from llmctl.kernels.ops import (
     with_wide,
 )
 from llmctl.kernels.reference.act import write_act
-from llmctl.kernels.reference.kv import head_view, view_of
+from llmctl.kernels.reference.kv import head_view, latent_view, view_of
 
 MAX_ROWS, MAX_SEQS, THREADS = 40, 16, 2
 STORED = {
@@ -321,6 +322,57 @@ def attend_case(
     return Case("attend", name, "attend_int16" if kind == "int16" else "f32", make, outputs)
 
 
+def latent_case(
+    rows: int,
+    heads: int,
+    sizes: tuple[int, int, int, int],
+    block_size: int,
+    kind: str,
+    weight: WeightFormat,
+    *,
+    interleaved: bool = False,
+    ordered: bool = False,
+    far: int = 50,
+) -> Case:
+    """Attention on latents; `sizes` are rank, rope_dim, nope_dim and value_dim."""
+    rank, rope, nope, value = sizes
+
+    def make() -> LatentArgs:
+        rng = np.random.default_rng(rows + far)
+        batch, blocks = random_batch(rng, rows, block_size=block_size, far=far)
+        layer = block_size * (rank + rope) * KVFormat(kind).bytes_per_value
+        values = torch.from_numpy(rng.standard_normal((blocks, 2 * block_size * (rank + rope)), np.float32))
+        arena = values.to(STORED[kind]).view(torch.uint8).numpy().reshape(-1)
+        angles = rng.uniform(0, 6, (far + 60 + MAX_ROWS, rope // 2))
+        up = random_weight(weight, heads * (nope + value), rank, rng)
+        return LatentArgs(
+            batch,
+            random_rows(rng, heads * (nope + rope)),
+            random_rows(rng, rank + rope),
+            rng.uniform(0.5, 1.5, rank).astype(np.float32),
+            1e-6,
+            dataclasses.replace(up, order=rng.permutation(rank).astype(np.int32)) if ordered else up,
+            np.cos(angles).astype(np.float32),
+            np.sin(angles).astype(np.float32),
+            interleaved,
+            heads,
+            nope,
+            value,
+            (nope + rope) ** -0.5,
+            KVLayer(arena, 2 * layer, layer, block_size, 1, rank + rope, KVFormat(kind), 1),
+            act_with_all_forms(heads * value),
+        )
+
+    def outputs(args: LatentArgs) -> dict[str, np.ndarray]:
+        kv = args.kv
+        beside = kv.arena.reshape(-1, kv.block_stride)[:, : kv.layer_offset]
+        return {**act_outputs(args.act, rows), "arena": latent_view(kv).double().numpy(), "other layers": beside}
+
+    name = f"m{rows}-h{heads}x{rank}+{rope}x{nope}x{value}-b{block_size}-{kind}-{weight.name}-far{far}"
+    name += "-interleaved" * interleaved + "-ordered" * ordered
+    return Case("latent", name, f"latent_{kind}", make, outputs)
+
+
 def act_mul_case(rows: int, k: int, activation: str) -> Case:
     def make() -> ActMulArgs:
         rng = np.random.default_rng(rows + k)
@@ -397,3 +449,14 @@ def all_cases() -> Iterator[Case]:
             yield attend_case(rows, 9, 3, 64, block_size, kind, window=window, far=290)
         yield attend_case(rows, 7, 1, 80, block_size, kind, far=500)
         yield kv_copy_case(kind, block_size, 3, 16)
+    for rows, kind, block_size, weight in (
+        (1, "f32", 8, "f32"), (2, "f16", 16, "f16"), (7, "bf16", 16, "bf16"), (33, "f16", 64, "int8g32"),
+        (7, "f32", 64, "int4g32"), (3, "f16", 8, "int4g32min"), (33, "bf16", 16, "int4g64int"),
+    ):  # fmt: skip
+        form = parse_weight_format(weight)
+        turned = kind == "f16"
+        yield latent_case(rows, 3, (64, 16, 8, 24), block_size, kind, form, interleaved=turned)
+        yield latent_case(rows, 17, (64, 8, 20, 16), block_size, kind, form, interleaved=not turned)
+        if rows < 33:
+            yield latent_case(rows, 8, (128, 32, 64, 64), block_size, kind, form, ordered=not form.is_float, far=300)
+    yield latent_case(2, 16, (512, 64, 128, 128), 16, "f16", floats[1], interleaved=True, far=200)

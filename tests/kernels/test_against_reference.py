@@ -31,6 +31,9 @@ TOLERANCES = {
     "kv_int8": 2.0**-6,
     "kv_int16": 2.0**-10,
     "attend_int16": 2.0**-9,
+    "latent_f32": 3e-6,
+    "latent_f16": 2.0**-10,
+    "latent_bf16": 2.0**-7,
 }
 
 ENTRIES = registry.entries()
@@ -57,7 +60,7 @@ def test_a_kernel_computes_what_the_reference_computes(entry, case):
         assert error <= limit * size, (name, error, size)
 
 
-FORMED = [(e, c) for e, c in PAIRS if c.op in ("norm", "attend", "act_mul")]
+FORMED = [(e, c) for e, c in PAIRS if c.op in ("norm", "attend", "latent", "act_mul")]
 
 
 @pytest.mark.parametrize(("entry", "case"), FORMED, ids=[f"{e.bits}-{c.op}-{c.name}" for e, c in FORMED])
