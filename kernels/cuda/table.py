@@ -49,6 +49,7 @@ def model_kernels(arch: str, needs: ModelNeeds) -> list[Listed]:
         *_gated(needs.act, needs.activation),
         *_stores(needs.act, needs.kv, needs.head_dim, needs.block_size, "halves", norm=needs.head_norms),
         *linear_kernels(needs.act, needs.weights),
+        *(() if needs.act == "f32" else (Listed(rows.widen(needs.act), rows.ROW_THREADS),)),
         *_shared(),
     ]
     for windowed in dict.fromkeys(needs.windows):
@@ -69,6 +70,7 @@ def representatives(arch: str) -> list[Listed]:
         *_norms("bf16", 4096),
         *_quantized_norms("bf16", 4096),
         Listed(rows.bias_rows("bf16", add=True), rows.ROW_THREADS),
+        Listed(rows.widen("bf16"), rows.ROW_THREADS),
         *_gated("bf16", "silu"),
         *_stores("bf16", "fp8_e4m3", 128, 16, "halves", norm=True),
         *_shared(),
@@ -88,7 +90,7 @@ def all_kernels(arch: str) -> list[Listed]:
     """Every combination of types, head sizes, block sizes and flags."""
     listed = [*_shared(), *all_linears()]
     for act in ACTIVATIONS:
-        listed.append(Listed(rows.embed(act), rows.ROW_THREADS))
+        listed += (Listed(kernel, rows.ROW_THREADS) for kernel in (rows.embed(act), rows.widen(act)))
         for width in WIDTHS:
             listed += [*_norms(act, width), *_quantized_norms(act, width)]
         for name in rows.ACTIVATION:
@@ -154,6 +156,7 @@ def _shared() -> list[Listed]:
     return [
         Listed(rows.COPY_TOKENS, rows.ROW_THREADS),
         Listed(rows.MOVE_BLOCKS, rows.ROW_THREADS),
+        *(Listed(kernel, rows.ROW_THREADS) for kernel in (rows.SCATTER_RUNS, rows.GATHER_TOKENS, rows.KEEP_TOKENS)),
         Listed(rows.sample(), rows.SAMPLE_THREADS, rows.sample_shared_bytes()),
     ]
 
