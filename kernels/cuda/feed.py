@@ -31,7 +31,7 @@ class Feed:
 
     driver: Driver
     stream: int
-    function: int  # scatter_runs, loaded
+    function: int  # SCATTER_RUNS, loaded
     pinned: int
     staged: int
     slots: tuple[_Slot, ...]
@@ -97,7 +97,7 @@ class _Slot:
 
 
 def make_feed(driver: Driver, stream: int, function: int) -> Feed:
-    """A feed with its memory; `function` is scatter_runs, loaded."""
+    """A feed with its memory; `function` is SCATTER_RUNS, loaded."""
     pinned, staged = driver.pin(SLOTS * SLOT_BYTES), driver.allocate(SLOT_BYTES)
     arguments = pack_arguments((ctypes.c_void_p(staged), ctypes.c_void_p(staged)))
     slots = []

@@ -170,8 +170,8 @@ def _shared() -> list[Listed]:
     return [
         Listed(rows.COPY_TOKENS, rows.ROW_THREADS),
         Listed(rows.MOVE_BLOCKS, rows.ROW_THREADS),
+        *(Listed(kernel, rows.ROW_THREADS) for kernel in (rows.SCATTER_RUNS, rows.GATHER_TOKENS, rows.KEEP_TOKENS)),
         Listed(rows.sample(), rows.SAMPLE_THREADS, rows.sample_shared_bytes()),
-        *(Listed(one, rows.ROW_THREADS) for one in (rows.GATHER_TOKENS, rows.KEEP_TOKENS, rows.SCATTER_RUNS)),
     ]
 
 
