@@ -15,7 +15,7 @@ from . import rows
 from .attend import MERGE_THREADS, SINKS, SOFT_CAP, WINDOW, AttendShape, refusal
 from .linear_table import all_linears, linear_kernels, linear_representatives
 from .listed import Listed
-from .tiles import SMS, choose_attend, missing
+from .tiles import SMS, choose_attend, missing, too_wide
 from .types import ACTIVATIONS, EIGHT_BIT_KV
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -90,7 +90,8 @@ def representatives(arch: str) -> list[Listed]:
 
 def all_kernels(arch: str) -> list[Listed]:
     """Every combination of types, head sizes, block sizes and flags that the architecture has memory for."""
-    listed = [*_shared(), *all_linears(activations(arch))]
+    # The largest tile of experts would not stay in registers on the oldest.
+    listed = [*_shared(), *all_linears(activations(arch), expert_tiles=3 if arch == "sm_75" else 4)]
     for act in activations(arch):
         listed.append(Listed(rows.embed(act), rows.ROW_THREADS))
         for width in WIDTHS:
@@ -103,7 +104,7 @@ def all_kernels(arch: str) -> list[Listed]:
                 for norm in (False, True):
                     listed += _stores(act, kv, head_dim, block_size, rope, norm=norm)
             for compute in COMPUTE[act]:
-                if (refusal(act, compute, kv) or missing(arch, compute)) is not None:
+                if (refusal(act, compute, kv) or missing(arch, compute) or too_wide(arch, head_dim)) is not None:
                     continue
                 for flags in FLAGS:
                     for prefill in (False, True):
