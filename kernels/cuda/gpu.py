@@ -20,7 +20,7 @@ import numpy as np
 
 from ..ops import AnyArray, U8Array
 from .call import Call
-from .driver import DeviceInfo, Driver, pack_arguments
+from .driver import DeviceInfo, Driver
 from .feed import Feed, make_feed
 from .jit import Cubin
 from .launch import ALWAYS_ALLOWED_BYTES
@@ -155,8 +155,7 @@ class Gpu:
             if call.shared_bytes > max(ALWAYS_ALLOWED_BYTES, self._allowed.get(function, 0)):
                 self.driver.allow_shared(function, call.shared_bytes)
                 self._allowed[function] = call.shared_bytes
-            packed = pack_arguments(call.arguments)
-            self.driver.launch(function, call.grid, call.threads, call.shared_bytes, self.stream, packed)
+            self.driver.launch(function, call.grid, call.threads, call.shared_bytes, self.stream, call.packed)
         self.launches += len(calls)
 
     def allocate(self, num_bytes: int) -> int:
