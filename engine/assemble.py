@@ -117,7 +117,10 @@ def scheduler_config(plan: Plan, epoch: int) -> SchedulerConfig:
         max_num_batched_tokens=plan.max_num_batched_tokens,
         block_size=plan.block_size,
         num_blocks=(plan.num_blocks,),
-        windows=tuple(WindowLimit(group.window, group.num_blocks) for group in plan.groups[1:]),
+        windows=tuple(
+            WindowLimit(group.window, group.num_blocks, group.tier_blocks, group.bytes_per_token * plan.block_size)
+            for group in plan.groups[1:]
+        ),
         max_model_len=plan.max_model_len,
         enable_prefix_caching=plan.enable_prefix_caching,
         eviction_k=plan.eviction_k,

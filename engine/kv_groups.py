@@ -15,12 +15,16 @@ from .schedule.windows import blocks_behind
 
 
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers with one block table per sequence. `window` 0: all positions are kept."""
+    """Layers with one block table per sequence. `window` 0: all positions are kept.
+
+    `tier_blocks` are blocks of a group with a window that the swap space takes.
+    """
 
     layers: tuple[int, ...]
     bytes_per_token: int
     window: int = 0
     num_blocks: int = 0
+    tier_blocks: int = 0
 
     def blocks_of(self, length: int, block_size: int) -> int:
         """Blocks that a sequence of this length holds, when it decodes."""

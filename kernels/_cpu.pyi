@@ -23,7 +23,9 @@ class Weight:
     def __init__(self, kind: str, group: int, zero: str, n: int, k: int, data: int, bytes: int) -> None: ...
 
 class Form:
-    def __init__(self, kind: str, group: int, codes: int, scales: int, sums: int, order: int) -> None: ...
+    def __init__(
+        self, kind: str, group: int, codes: int, scales: int, sums: int, order: int, wide: int, high: int
+    ) -> None: ...
 
 class Act:
     def __init__(self, k: int, max_rows: int, rows: int, values: int, forms: Sequence[Form]) -> None: ...
@@ -41,6 +43,19 @@ class Kv:
         table: int,
         max_blocks: int,
         scales: int,
+    ) -> None: ...
+
+class Latents:
+    def __init__(
+        self,
+        kind: str,
+        arena: int,
+        block_stride: int,
+        layer_offset: int,
+        block_size: int,
+        width: int,
+        table: int,
+        max_blocks: int,
     ) -> None: ...
 
 class Op:
@@ -81,6 +96,26 @@ def rope_store(
 ) -> Op: ...
 def attend(
     batch: Batch, q: Rows, num_heads: int, kv: Kv, window: int, max_positions: int, act: Act, owner: object
+) -> Op: ...
+def latent(
+    batch: Batch,
+    q: Rows,
+    latents: Rows,
+    kv_norm: int,
+    norm_eps: float,
+    up: Weight,
+    order: int,
+    cos: int,
+    sin: int,
+    interleaved: bool,
+    num_heads: int,
+    nope_dim: int,
+    value_dim: int,
+    q_scale: float,
+    kv: Latents,
+    max_positions: int,
+    act: Act,
+    owner: object,
 ) -> Op: ...
 def act_mul(batch: Batch, gate: Rows, up: Rows, activation: str, act: Act, owner: object) -> Op: ...
 

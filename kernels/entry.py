@@ -36,8 +36,6 @@ OPS = {
     "sample": SampleArgs,
 }
 
-REFERENCE_ONLY = {"latent"}  # ops that no device has a kernel for yet
-
 
 @dataclass(frozen=True, slots=True)
 class Entry:

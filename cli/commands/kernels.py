@@ -43,7 +43,7 @@ def build(
     arch: Annotated[
         str,
         typer.Option(
-            help="Which GPUs: sm_80, sm_86, sm_89, sm_90a (H100, H200), sm_100a, sm_120, some of them, or all."
+            help="Which GPUs: sm_75 (float16), sm_80, sm_86, sm_89, sm_90a (H200), sm_100a, sm_120, several, or all."
         ),
     ] = "sm_90a",
     dtype: Annotated[str, typer.Option(help="Activations: bfloat16, float16 or float32.")] = "bfloat16",

@@ -167,6 +167,7 @@ def as_json(model: str, size: PackedSize, budget: MemoryBudget) -> dict[str, obj
                 "window": group.window,
                 "layers": len(group.layers),
                 "num_blocks": group.num_blocks,
+                "swap_blocks": group.tier_blocks if group.window else budget.tier_blocks,
                 "bytes_per_token": group.bytes_per_token,
             }
             for group in budget.groups
@@ -203,6 +204,8 @@ def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget, g
     ]
     where = "on disk" if gpu is None else "pinned"
     swap = f"swap space: {budget.tier_blocks} more blocks, {budget.tier_blocks * budget.block_size} tokens"
+    for group in budget.groups[1:]:
+        swap += f", {group.tier_blocks} of the window of {group.window}"
     console.table(
         ["memory", ">size", ""],
         [

@@ -24,14 +24,15 @@ from ..schedule.step import Step, StepResult
 from .cache import allocate, block_shape
 from .inputs import apply_deltas, fill_batch
 from .kv_fit import fit_cache
-from .tier_store import TierStore, open_tier
+from .outliers import widen_outliers
+from .tier_store import Shelf, TierStore, open_tier
 
 
 class Runner:
     """A model, its KV arenas and the state of every slot."""
 
     def __init__(self, model: Model, plan: Plan) -> None:
-        spec = model.spec
+        spec, model = model.spec, widen_outliers(model, plan)
         self.groups = tuple(
             allocate(index, group, block_shape(spec, group, plan.block_size, plan.kv_formats), plan.kernels)
             for index, group in enumerate(plan.groups)
@@ -56,7 +57,14 @@ class Runner:
         )
         self._sampler = Sampler(self._batch, self.decoder.logits, spec.vocab_size, self._slots, plan.kernels)
         self._tier = (
-            open_tier(Path(plan.tier_folder), self.groups[:1], plan.tier_blocks, plan.block_size)
+            open_tier(
+                Path(plan.tier_folder),
+                [
+                    Shelf(self.groups[:1], plan.tier_blocks),
+                    *(Shelf((cache,), cache.group.tier_blocks) for cache in self.groups[1:]),
+                ],
+                plan.block_size,
+            )
             if plan.tier_blocks
             else None
         )

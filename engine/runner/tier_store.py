@@ -1,9 +1,10 @@
-"""Tier 2 of the KV cache on a CPU: an unlinked file with a place for one block of every KV group that keeps everything.
+"""Tier 2 of the KV cache on a CPU: an unlinked file with places, each for one block of the KV groups that share it.
 
-A block is one stretch of the arena, so it is written from there and read into it without a copy of ours. The checksum
-of what was written stays in memory. A place whose content has another one, whatever happened to it, holds nothing, and
-neither does one that could not be written: whoever asks for it is told so. The file has no name, so it is gone with the
-process, however that ends.
+The groups that keep everything share places, each group with a window has its own behind them. A block is one stretch
+of the arena, so it is written from there and read into it without a copy of ours. The checksum of what was written
+stays in memory. A place whose content has another one, whatever happened to it, holds nothing, and neither does one
+that could not be written: whoever asks for it is told so. The file has no name, so it is gone with the process, however
+that ends.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import tempfile
 import zlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
@@ -24,9 +26,22 @@ from .cache import GroupCache
 log = logging.getLogger(__name__)
 
 
-def open_tier(folder: Path, groups: Sequence[GroupCache], num_places: int, block_size: int) -> TierStore:
-    """A store of so many places in a new file in `folder`. CapacityError if there can be none, or not of that size."""
-    needed = num_places * sum(cache.bytes_per_block for cache in groups)
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """So many places, each for one block of every one of these groups."""
+
+    groups: tuple[GroupCache, ...]
+    num_places: int
+
+    @property
+    def stride(self) -> int:
+        """Bytes of a place."""
+        return sum(cache.bytes_per_block for cache in self.groups)
+
+
+def open_tier(folder: Path, shelves: Sequence[Shelf], block_size: int) -> TierStore:
+    """A store of these places in a new file in `folder`. CapacityError if there can be none, or not of that size."""
+    needed = sum(shelf.num_places * shelf.stride for shelf in shelves)
     check_swap_room(folder, needed)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -35,19 +50,24 @@ def open_tier(folder: Path, groups: Sequence[GroupCache], num_places: int, block
         raise no_swap_file(folder, error.strerror or str(error)) from error
     assert isinstance(file, FileIO)
     log.info(
-        "swap space: %d blocks of %d tokens, %s at most, in `%s`", num_places, block_size, format_bytes(needed), folder
-    )
-    return TierStore(file, groups)
+        "swap space: %s blocks of %d tokens, %s at most, in `%s`",
+        " + ".join(str(shelf.num_places) for shelf in shelves), block_size, format_bytes(needed), folder,
+    )  # fmt: skip
+    return TierStore(file, shelves)
 
 
 class TierStore:
-    """The file of tier 2, which it owns, and the checksums of its places. A place takes one block of every group."""
+    """The file of tier 2, which it owns, and the checksums of its places, which are numbered shelf after shelf."""
 
-    def __init__(self, file: FileIO, groups: Sequence[GroupCache]) -> None:
+    def __init__(self, file: FileIO, shelves: Sequence[Shelf]) -> None:
         self._file = file
-        self._arenas = [cache.arena.data for cache in groups]
-        self._sizes = [cache.bytes_per_block for cache in groups]
-        self._stride = sum(self._sizes)
+        self._parts: list[_Part] = []
+        first, offset = 0, 0
+        for shelf in shelves:
+            arenas = tuple((cache.arena.data, cache.bytes_per_block) for cache in shelf.groups)
+            self._parts.append(_Part(range(first, first + shelf.num_places), offset, shelf.stride, arenas))
+            first += shelf.num_places
+            offset += shelf.num_places * shelf.stride
         self._checksums: dict[int, int] = {}  # of the places that hold something
         self._full = False
 
@@ -62,9 +82,10 @@ class TierStore:
 
     def _write(self, swap: Swap) -> bool:
         self._checksums.pop(swap.place, None)
-        checksum, offset = swap.place, swap.place * self._stride
+        checksum = swap.place
+        offset, blocks = self._found(swap)
         try:
-            for part in self._parts(swap):
+            for part in blocks:
                 _write_all(self._file.fileno(), part, offset)
                 checksum = zlib.crc32(part, checksum)
                 offset += len(part)
@@ -86,9 +107,10 @@ class TierStore:
         if expected is None:
             return False
         fault = "is not what was written there"
-        checksum, offset = swap.place, swap.place * self._stride
+        checksum = swap.place
+        offset, blocks = self._found(swap)
         try:
-            for part in self._parts(swap):
+            for part in blocks:
                 _read_all(self._file.fileno(), part, offset)
                 checksum = zlib.crc32(part, checksum)
                 offset += len(part)
@@ -99,13 +121,25 @@ class TierStore:
                 self._checksums[swap.place] = expected
                 return True
         log.error("swap space: place %d %s, its tokens are computed again", swap.place, fault)
-        for part in self._parts(swap):
+        for part in blocks:
             part[:] = bytes(len(part))  # what is behind a block's last token is multiplied by zero: it must be finite
         return False
 
-    def _parts(self, swap: Swap) -> Iterable[memoryview]:
-        for arena, size, block in zip(self._arenas, self._sizes, swap.blocks):
-            yield arena[block * size : (block + 1) * size]
+    def _found(self, swap: Swap) -> tuple[int, list[memoryview]]:
+        """Where its place begins in the file, and its blocks."""
+        part = next(part for part in self._parts if swap.place in part.places)
+        blocks = [arena[block * size : (block + 1) * size] for (arena, size), block in zip(part.arenas, swap.blocks)]
+        return part.offset + (swap.place - part.places.start) * part.stride, blocks
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A shelf's part of the file, and its groups' arenas, each with the bytes of a block."""
+
+    places: range
+    offset: int
+    stride: int
+    arenas: tuple[tuple[memoryview, int], ...]
 
 
 def _write_all(file: int, part: memoryview, offset: int) -> None:

@@ -185,7 +185,7 @@ class Filler:
         if places(seq) > roster.room:
             return 0
         start = self._affordable(seq, prompts)
-        if start is None or (start.asleep and self._memory.wake(seq, start)):
+        if start is None or self._memory.wake(seq, start):
             return 0
         skipped = self._memory.tokens_of(start)
         if longest is not None and len(seq.tokens) - skipped > longest:

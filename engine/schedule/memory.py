@@ -20,24 +20,38 @@ from .blocks import BlockPool, BlockState
 from .node import Column, Node
 from .prefix import PrefixTree
 from .sequence import Sequence
-from .step import StepResult
+from .step import StepResult, Swap
 from .swapping import SwapCost
 from .tier import Tier
+from .window_tier import WindowCopy
 from .windows import WindowLimit, Windows, WindowStart
 
 
 class Start(NamedTuple):
     """What a sequence can begin with: whole blocks to share, and `copied` tokens to copy from `source`.
 
-    `nodes` is the tree's path to them, the node of `source` included, and `asleep` what of the path only tier 2 has.
+    `nodes` is the tree's path to them, the node of `source` included, and `waking` what tier 2 could make of it.
     """
 
     columns: tuple[Column, ...]
     source: Column | None = None
     copied: int = 0
     nodes: tuple[Node, ...] = ()
-    asleep: tuple[Node, ...] = ()
+    waking: Waking | None = None
     windows: tuple[WindowStart, ...] = ()
+
+
+class Waking(NamedTuple):
+    """A longer start, of `tokens`, that a sequence has when tier 2's part of it was read back.
+
+    `path` is the tree's to its end: nodes that have these `columns`, then those that are `asleep`; the last one may be
+    to copy from. Of groups with a window some of it may be in tier 2 as well.
+    """
+
+    path: tuple[Node, ...]
+    columns: tuple[Column, ...]
+    asleep: tuple[Node, ...]
+    tokens: int
 
 
 class KVMemory:
@@ -55,9 +69,10 @@ class KVMemory:
     ) -> None:
         self.block_size = block_size
         self.pools = tuple(BlockPool(count) for count in num_blocks)
-        self.tier = Tier(tier_blocks)
-        self.tree = PrefixTree(self.pools, block_size, k, tier=self.tier)
-        self.windows = Windows(windows, block_size)
+        self.tier = Tier[Node](tier_blocks)
+        self.windows = Windows(windows, block_size, tier_blocks)
+        forgotten = self.windows.forget if windows else None
+        self.tree = PrefixTree(self.pools, block_size, k, tier=self.tier, forgotten=forgotten)
         self._cost = SwapCost(preemption_mode, block_size)
         self._caching = caching
         self._held: list[Column] = []
@@ -76,6 +91,11 @@ class KVMemory:
     def all_pools(self) -> tuple[BlockPool, ...]:
         """The pool of every group."""
         return (*self.pools, *self.windows.pools)
+
+    @property
+    def tiers(self) -> tuple[tuple[Tier[Node] | Tier[WindowCopy], int | None], ...]:
+        """Tier 2 of every group that has one, and the bytes of a block there; None for those that keep everything."""
+        return ((self.tier, None), *self.windows.tiers)
 
     @property
     def fragmentation(self) -> float:
@@ -99,41 +119,50 @@ class KVMemory:
         So does every position of a prompt whose logprobs are wanted and have not been computed.
         """
         hit = self.tree.find(seq.request.salt, seq.tokens, seq.reusable)
-        if hit.nodes and not hit.nodes[-1].blocks:
-            there = next(place for place, node in enumerate(hit.nodes) if not node.blocks)
-            asleep = hit.nodes[there:] if hit.partial is None else (*hit.nodes[there:], hit.partial)
-            awake = hit.nodes[:there]
-            return self._served(Start(tuple(node.blocks for node in awake), nodes=awake, asleep=asleep))
-        columns = tuple(node.blocks for node in hit.nodes)
-        if hit.partial is None:
-            return self._served(Start(columns, nodes=hit.nodes))
-        if not hit.partial.blocks:
-            return self._served(Start(columns, nodes=hit.nodes, asleep=(hit.partial,)))
-        return self._served(Start(columns, hit.partial.blocks, hit.partial_tokens, (*hit.nodes, hit.partial)))
+        known = len(hit.nodes) * self.block_size + hit.partial_tokens
+        path = hit.nodes if hit.partial is None else (*hit.nodes, hit.partial)
+        there = next((place for place, node in enumerate(path) if not node.blocks), len(path))
+        columns = tuple(node.blocks for node in path[: min(there, len(hit.nodes))])
+        if hit.partial is None or there < len(path):
+            start = Start(columns, nodes=path[: len(columns)])
+        else:
+            start = Start(columns, hit.partial.blocks, hit.partial_tokens, path)
+        return self._served(start, Waking(path, tuple(node.blocks for node in path[:there]), path[there:], known))
 
     def whole(self, start: Start) -> Start:
         """What is left of a start from the tree without the tokens to copy."""
-        nodes = start.nodes[: len(start.columns)]
-        return self._served(Start(start.columns, nodes=nodes, asleep=start.asleep))
+        if start.source is None:
+            return start
+        return self._served(Start(start.columns, nodes=start.nodes[: len(start.columns)]))
 
     def wake(self, seq: Sequence, start: Start) -> bool:
         """Have tier 2 read what it has of a sequence's start, as far as there are blocks for it, some in each step.
 
         Whether the sequence, which is affordable, should wait for it: while no more was read since it was queued than
         it has blocks, lest what is read be evicted and read for ever. Somebody else's reads it waits for in any case.
+        Groups with a window come last, when the tree has all of it, and at once: they are small.
         """
-        if any(map(self.tier.is_read, start.asleep)):
-            return True
-        if not start.asleep or seq.woken >= self.blocks_for(len(seq.tokens)):
+        waking = start.waking
+        if waking is None:
             return False
-        nodes = start.asleep[: min(self._cost.blocks_at_once, max(self.room - self.cost(start), 0))]
+        if any(map(self.tier.is_read, waking.asleep)) or self.windows.is_read(waking.path, waking.tokens):
+            return True
+        if seq.woken >= self.blocks_for(len(seq.tokens)) * len(self.all_pools):
+            return False
+        self.windows.renew(waking.path, waking.tokens)
+        if not waking.asleep:
+            count = self.windows.wake(seq, waking.path, waking.tokens)
+            seq.woken += count
+            if count:
+                self._hold(waking.columns)
+            return count > 0
+        room = max(self.room - self._cached(waking.columns), 0)
+        nodes = waking.asleep[: min(self._cost.blocks_at_once, room)]
         if not nodes:
             return False
         seq.woken += len(nodes)
-        for column in start.columns:
-            self._share(column)
-        self.tier.hold(start.columns)
-        self.tier.renew(start.asleep)
+        self._hold(waking.columns)
+        self.tier.renew(waking.asleep)
         self.tier.reserve(nodes)
         for node, column in zip(nodes, self._take(len(nodes))):
             if node.alive:
@@ -144,12 +173,25 @@ class KVMemory:
                 self._release(column)
         return self.tier.due
 
+    @property
+    def due(self) -> bool:
+        """Whether the next step has to read something from tier 2, so that it is worth making without any chunk."""
+        return self.tier.due or any(tier.due for tier, _ in self.windows.tiers)
+
+    def take_moves(self) -> tuple[Swap, ...]:
+        """The moves to and from tier 2 that the step now made starts with; the order counts inside a group."""
+        moves = self.tier.take_moves()
+        for tier, _ in self.windows.tiers:
+            moves += tier.take_moves()
+        return moves
+
     def settle(self, result: StepResult, tokens: int) -> None:
         """The oldest step in flight, which computed so many tokens, has come back: its moves to and from tier 2 too."""
         if not self.tier.ever:
             return
         settled = self.tier.settle(result.failed)
-        self._cost.learn(result.swap_us, settled.moves, result.compute_us, tokens)
+        moves = settled.moves + self.windows.settle(result.failed)
+        self._cost.learn(result.swap_us, moves, result.compute_us, tokens)
         for node in settled.lost:
             self.tree.lose(node)
         for node, _, column, request in settled.done:
@@ -169,33 +211,40 @@ class KVMemory:
         full, copied = divmod(tokens, self.block_size)
         return Start(tuple(other.blocks[:full]), other.blocks[full] if copied else None, copied, windows=windows)
 
-    def _served(self, start: Start) -> Start:
-        """As much of a start from the tree as the groups with a window have too.
-
-        They have nothing in tier 2, so it is asked for nothing that they could not go on from.
-        """
+    def _served(self, start: Start, waking: Waking | None = None) -> Start:
+        """As much of a start from the tree as groups with a window have too, and of `waking` as they could have."""
         tokens = self.tokens_of(start)
         served = self.windows.serve(start.nodes, tokens)
+        if waking is not None:
+            waking = self._reached(waking, served)
         if served < tokens:
             full = served // self.block_size
             start = Start(start.columns[:full], nodes=start.nodes[:full])
-        elif start.asleep:
-            path = (*start.nodes, *start.asleep)
-            length = sum(len(node.tokens) for node in path)
-            if self.windows.serve(path, length) <= tokens:
-                start = start._replace(asleep=())
-        return start._replace(windows=self.windows.start(start.nodes, served))
+        return start._replace(waking=waking, windows=self.windows.start(start.nodes, served))
+
+    def _reached(self, waking: Waking, served: int) -> Waking | None:
+        """As much of it as groups with a window could go on from, None if that is no more than what is `served`."""
+        if not self.tier.ever:
+            return None
+        tokens = self.windows.serve(waking.path, waking.tokens, asleep=True)
+        if tokens <= served:
+            return None
+        blocks = self.blocks_for(tokens)
+        asleep = waking.asleep[: max(0, blocks - len(waking.columns))]
+        return Waking(waking.path[:blocks], waking.columns[:blocks], asleep, tokens)
 
     def tokens_of(self, start: Start) -> int:
         return len(start.columns) * self.block_size + start.copied
 
     def known_of(self, start: Start) -> int:
         """Tokens that need not be computed, those that tier 2 has included."""
-        return self.tokens_of(start) + sum(len(node.tokens) for node in start.asleep)
+        return self.tokens_of(start) if start.waking is None else start.waking.tokens
 
     def cost(self, start: Start) -> int:
         """By how much `available` falls when the blocks of `start` are taken into use (new ones not counted)."""
-        columns = start.columns if start.source is None else (*start.columns, start.source)
+        return self._cached(start.columns if start.source is None else (*start.columns, start.source))
+
+    def _cached(self, columns: Iterable[Column]) -> int:
         return sum(self.pools[0].state(column[0]) is BlockState.CACHED for column in columns)
 
     def begin(self, seq: Sequence, start: Start) -> Column | None:
@@ -310,6 +359,12 @@ class KVMemory:
                 if not self.tree.evict():
                     self.tree.flush()
         return list(zip(*(pool.take(count) for pool in self.pools)))
+
+    def _hold(self, columns: tuple[Column, ...]) -> None:
+        """Keep these until the next step has come back."""
+        for column in columns:
+            self._share(column)
+        self.tier.hold(columns)
 
     def _share(self, column: Column) -> None:
         for pool, block in zip(self.pools, column):

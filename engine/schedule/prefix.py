@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from .blocks import BlockPool, IllegalTransition
@@ -60,10 +60,13 @@ class PrefixTree:
         block_size: int,
         k: int = 2,
         max_ghosts: int | None = None,
-        tier: Tier | None = None,
+        tier: Tier[Node] | None = None,
+        forgotten: Callable[[Node], None] | None = None,
     ) -> None:
+        """`forgotten` is told of every node that is removed."""
         self._pools = pools
-        self._tier = Tier() if tier is None else tier
+        self._tier = Tier[Node]() if tier is None else tier
+        self._forgotten = forgotten
         self._block_size = block_size
         self._k = k
         self._max_ghosts = pools[0].num_blocks if max_ghosts is None else max_ghosts
@@ -329,3 +332,5 @@ class PrefixTree:
         place = bisect_left(parent.keys, node.tokens)
         del parent.keys[place], parent.children[place]
         node.alive = False
+        if self._forgotten is not None:
+            self._forgotten(node)

@@ -119,10 +119,10 @@ class Scheduler:
             return None
         draft = Draft(self._config.max_num_batched_tokens, self._config.logit_rows)
         self._filler.fill(draft)
-        if not draft.rows and not self._memory.tier.due:
+        if not draft.rows and not self._memory.due:
             assert self._in_flight or not self._roster.live, f"{self._roster.live} sequences live and none can run"
             return None
-        step = draft.freeze(self._counts.steps, self._roster.slots.take_drops(), self._memory.tier.take_moves())
+        step = draft.freeze(self._counts.steps, self._roster.slots.take_drops(), self._memory.take_moves())
         self._counts.steps += 1
         self._in_flight.append(_InFlight(step.index, tuple(draft.rows), draft.decodes, draft.prompt_tokens))
         return step

@@ -82,7 +82,9 @@ class Counts:
         self, memory: KVMemory, bytes_per_block: int, waiting: int, running: Collection[Sequence]
     ) -> SchedulerStats:
         """These counts beside how memory stands now."""
-        pools, tree, tier = memory.all_pools, memory.tree, memory.tier
+        pools, tree = memory.all_pools, memory.tree
+        tiers = [tier for tier, _ in memory.tiers]
+        sizes = [bytes_per_block if size is None else size for _, size in memory.tiers]
         return SchedulerStats(
             waiting=waiting,
             running=len(running),
@@ -103,12 +105,12 @@ class Counts:
             draft_tokens=self.draft_tokens,
             accepted_tokens=self.accepted_tokens,
             accepted_per_position=tuple(self.accepted_per_position),
-            tier_blocks=tier.num_places,
-            tier_blocks_used=tier.num_used,
-            tier_writes=tier.written,
-            tier_clean_drops=tier.clean_drops,
-            tier_hits=tier.read_back,
-            tier_failures=tier.failed,
-            swapped_out_bytes=tier.written * bytes_per_block,
-            swapped_in_bytes=tier.read_back * bytes_per_block,
+            tier_blocks=sum(tier.num_places for tier in tiers),
+            tier_blocks_used=sum(tier.num_used for tier in tiers),
+            tier_writes=sum(tier.written for tier in tiers),
+            tier_clean_drops=sum(tier.clean_drops for tier in tiers),
+            tier_hits=sum(tier.read_back for tier in tiers),
+            tier_failures=sum(tier.failed for tier in tiers),
+            swapped_out_bytes=sum(tier.written * size for tier, size in zip(tiers, sizes)),
+            swapped_in_bytes=sum(tier.read_back * size for tier, size in zip(tiers, sizes)),
         )

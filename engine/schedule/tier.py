@@ -13,48 +13,67 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from .blocks import IllegalTransition
-from .node import Column, Node, Residency
+from .node import Column, Residency
 from .step import Swap
 
 
-class Read(NamedTuple):
+class Kept(Protocol):
+    """What can have a copy: a node of the tree, or what it has in a group with a window (`window_tier.py`)."""
+
+    place: int
+    blocks: Column
+
+    @property
+    def residency(self) -> Residency:
+        """Where its content is."""
+        ...
+
+
+T = TypeVar("T", bound=Kept)
+
+
+class Read(NamedTuple, Generic[T]):
     """A node on its way back, into `column`, for the sake of `request`."""
 
-    node: Node
+    node: T
     place: int
     column: Column
     request: int
 
 
-class Settled(NamedTuple):
+class Settled(NamedTuple, Generic[T]):
     """What a step's moves, so many, brought: copies that are `lost`, reads that are `done`, columns `held` for them."""
 
     moves: int
-    lost: tuple[Node, ...]
-    done: tuple[Read, ...]
+    lost: tuple[T, ...]
+    done: tuple[Read[T], ...]
     held: tuple[Column, ...]
 
 
-class Tier:
-    """Which node has its copy at which place. Without places it does nothing and takes nothing."""
+class Tier(Generic[T]):
+    """Which node has its copy at which place. Without places it does nothing and takes nothing.
 
-    def __init__(self, num_places: int = 0) -> None:
+    Its places are numbered from `first_place` on, so that those of several tiers can be told apart.
+    """
+
+    def __init__(self, num_places: int = 0, first_place: int = 0) -> None:
         self.ever = num_places > 0  # whether there is a tier 2, or was before its disk was full
         self.num_places = num_places
-        self._free = list(range(num_places - 1, -1, -1))  # the lowest first: the file stays as short as it can
-        self._nodes: OrderedDict[int, Node] = OrderedDict()  # by place, the one of use longest ago first
-        self._reading: set[Node] = set()
-        self._next = _Moves()
-        self._in_flight: deque[_Moves] = deque()
+        self._own = range(first_place, first_place + num_places)
+        self._free = list(reversed(self._own))  # the lowest first: the file stays as short as it can
+        self._nodes: OrderedDict[int, T] = OrderedDict()  # by place, the one of use longest ago first
+        self._reading: set[T] = set()
+        self._next = _Moves[T]()
+        self._in_flight: deque[_Moves[T]] = deque()
         self.written = 0
         self.clean_drops = 0
         self.read_back = 0
         self.failed = 0
 
-    def __iter__(self) -> Iterator[tuple[int, Node]]:
+    def __iter__(self) -> Iterator[tuple[int, T]]:
         return iter(self._nodes.items())
 
     @property
@@ -71,15 +90,15 @@ class Tier:
         """Whether the next step has to read something, so that it is worth making without any chunk."""
         return bool(self._next.reads)
 
-    def is_read(self, node: Node) -> bool:
+    def is_read(self, node: T) -> bool:
         """Whether the node is on its way back."""
         return node in self._reading
 
-    def oldest(self) -> Node | None:
+    def oldest(self) -> T | None:
         """Whose copy to give up for another one; None if there is none, or all are being read."""
         return next((node for node in self._nodes.values() if node not in self._reading), None)
 
-    def write(self, node: Node) -> None:
+    def write(self, node: T) -> None:
         """Copy the node's blocks to a free place in the next step."""
         if node.place >= 0 or node.residency is not Residency.BLOCKS:
             raise IllegalTransition(f"a node in {node.residency.value} at place {node.place} cannot be written")
@@ -91,14 +110,14 @@ class Tier:
         self._next.writes.append((place, node))
         self.written += 1
 
-    def keep(self, node: Node) -> None:
+    def keep(self, node: T) -> None:
         """The node's blocks go, and its copy is good already."""
         if node.place < 0:
             raise IllegalTransition("a node without a copy in tier 2 cannot be dropped as clean")
         self._nodes.move_to_end(node.place)
         self.clean_drops += 1
 
-    def forget(self, node: Node) -> None:
+    def forget(self, node: T) -> None:
         """Give the place of the node's copy away."""
         if node.place < 0:
             raise IllegalTransition("a node without a copy in tier 2 has no place to give away")
@@ -106,12 +125,12 @@ class Tier:
         self._free.append(node.place)
         node.place = -1
 
-    def renew(self, nodes: Iterable[Node]) -> None:
+    def renew(self, nodes: Iterable[T]) -> None:
         """The copies of these nodes, parents first, are of use now."""
         for node in reversed(tuple(nodes)):
             self._nodes.move_to_end(node.place)
 
-    def reserve(self, nodes: Iterable[Node]) -> None:
+    def reserve(self, nodes: Iterable[T]) -> None:
         """Keep the copies of these nodes, parents first, until they are read."""
         nodes = tuple(nodes)
         for node in nodes:
@@ -120,11 +139,11 @@ class Tier:
             self._reading.add(node)
         self.renew(nodes)
 
-    def cancel(self, node: Node) -> None:
+    def cancel(self, node: T) -> None:
         """A node that was reserved will not be read."""
         self._reading.remove(node)
 
-    def read(self, node: Node, column: Column, request: int) -> None:
+    def read(self, node: T, column: Column, request: int) -> None:
         """Read the copy of a reserved node into `column` in the next step."""
         self._next.swaps.append(Swap(node.place, column, False))
         self._next.reads.append(Read(node, node.place, column, request))
@@ -137,17 +156,17 @@ class Tier:
         """The moves that the step now made starts with, in their order."""
         if not self.ever:
             return ()
-        moves, self._next = self._next, _Moves()
+        moves, self._next = self._next, _Moves[T]()
         self._in_flight.append(moves)
         return tuple(moves.swaps)
 
-    def settle(self, failed: Iterable[int]) -> Settled:
-        """The oldest step in flight has been run, and the moves of the places `failed` went wrong.
+    def settle(self, failed: Iterable[int]) -> Settled[T]:
+        """The oldest step in flight has been run, and the moves of the places `failed` went wrong, others' among them.
 
         A place that could not be written is not used again: the disk has no room for it. One that was read in vain is.
         """
         moves = self._in_flight.popleft()
-        bad = set(failed)
+        bad = {place for place in failed if place in self._own}
         self._reading.difference_update(read.node for read in moves.reads)
         unwritten = [(place, node) for place, node in moves.writes if place in bad and node.place == place]
         unread = [read for read in moves.reads if read.place in bad]
@@ -162,13 +181,13 @@ class Tier:
         return Settled(len(moves.swaps), tuple(dict.fromkeys(lost)), done, tuple(moves.held))
 
 
-class _Moves:
+class _Moves(Generic[T]):
     """The moves of one step, and what is held until they are made."""
 
     __slots__ = ("held", "reads", "swaps", "writes")
 
     def __init__(self) -> None:
         self.swaps: list[Swap] = []
-        self.writes: list[tuple[int, Node]] = []
-        self.reads: list[Read] = []
+        self.writes: list[tuple[int, T]] = []
+        self.reads: list[Read[T]] = []
         self.held: list[Column] = []

@@ -14,6 +14,10 @@ constexpr int kAttendSplit = 128;      // ATTEND_SPLIT of kernels/ops.py
 constexpr int kMaxForms = 6;           // quantized forms of one Act
 constexpr int kMaxOrderedGroup = 128;  // largest group of a form with an order
 constexpr int kMaxHeadDim = 512;
+constexpr int kLatentHeads = 16;       // LATENT_HEADS of kernels/ops.py
+constexpr int kMaxLatentRope = 128;
+constexpr int kMaxLatentWidth = kMaxHeadDim + kMaxLatentRope;
+constexpr int kMaxNope = 256;
 constexpr int kMaxInt8Group = 8192;  // 8192 x 128 x 2047 is just below 2^31
 
 enum Count : int { kRows = 0, kSeqs = 1, kLogitRows = 2 };  // indices into Batch::counts
@@ -55,13 +59,21 @@ enum class FormKind : int { i8, i16 };
 
 // Activations quantized per row and group: codes [rows, k], scales and sums [rows, k / group].
 // Code j is of value order[j] of the row, of value j if `order` is null.
+//
+// A group of i8 may have one wide quad, four codes of 12 bits that begin at 4 * wide[group]: code = 16 high + low, where
+// low in [-8, 7] is among the codes and high is one of four bytes in `high` [rows, k / group]. Sums are of whole codes.
+constexpr uint8_t kNoQuad = 255;
+constexpr float kWideTop = 2032.0f;  // 16 * 127
+
 struct Form {
   FormKind kind;
   int group;
   const int32_t* order;  // [k]
+  const uint8_t* wide;   // [k / group], kNoQuad where a group has none; null if none has
   void* codes;  // int8 or int16
   float* scales;
   int32_t* sums;
+  int32_t* high;
 };
 
 struct Act {
@@ -105,6 +117,22 @@ struct Kv {
   // K or V of one head in one block, with its scales
   long half_bytes() const { return values_bytes() + kv_scale_bytes(kind) * block_size; }
   uint8_t* head(long block, int h) const { return arena + block * block_stride + layer_offset + 2 * half_bytes() * h; }
+};
+
+// One layer of latents in a paged arena: per block rows [block_size][width] of a float kind, one for each token.
+struct Latents {
+  KvKind kind;
+  uint8_t* arena;
+  long block_stride;
+  long layer_offset;
+  int block_size;
+  int width;
+  const int32_t* table;
+  long max_blocks;
+
+  uint8_t* row(long block, int offset) const {
+    return arena + block * block_stride + layer_offset + kv_value_bytes(kind) * offset * width;
+  }
 };
 
 // KeySteering of kernels/ops.py: null without one. For each KV head the pairs in order of rounding [head_dim / 2], and

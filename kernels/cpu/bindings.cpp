@@ -13,6 +13,7 @@
 #include <string>
 
 #include "kv_copy.hpp"
+#include "latent_stages.hpp"
 #include "probe.hpp"
 #include "program.hpp"
 #include "sampler.hpp"
@@ -119,17 +120,22 @@ Weight make_weight(const std::string& kind_name, int group, const std::string& z
   return {kind, group, n, k, panels, panel_bytes, at<const uint8_t>(data)};
 }
 
-Form make_form(const std::string& kind, int group, Address codes, Address scales, Address sums, Address order) {
+Form make_form(const std::string& kind, int group, Address codes, Address scales, Address sums, Address order,
+               Address wide, Address high) {
   require(kind == "i8" || kind == "i16", "unknown activation form `" + kind + "`");
   require(group > 0 && group % 32 == 0, "activation group " + text(group) + " is not a multiple of 32");
   require(order == 0 || group <= kMaxOrderedGroup,
           "activation group " + text(group) + " with an order, at most " + text(kMaxOrderedGroup));
+  require(wide == 0 || (kind == "i8" && group / 4 <= kNoQuad && high != 0),
+          "activation form " + kind + " of group " + text(group) + " with wide quads");
   return {kind == "i8" ? FormKind::i8 : FormKind::i16,
           group,
           at<const int32_t>(order),
+          at<const uint8_t>(wide),
           at<void>(codes),
           at<float>(scales),
-          at<int32_t>(sums)};
+          at<int32_t>(sums),
+          at<int32_t>(high)};
 }
 
 Act make_act(int k, int max_rows, int rows, Address values, const std::vector<Form>& forms) {
@@ -169,6 +175,20 @@ Kv make_kv(const std::string& kind, Address arena, long block_stride, long layer
           "layer at byte " + text(layer_offset) + " with " + text(layer_bytes) + " bytes leaves a block of " +
               text(block_stride));
   return kv;
+}
+
+Latents make_latents(const std::string& kind_name, Address arena, long block_stride, long layer_offset, int block_size,
+                     int width, Address table, long max_blocks) {
+  const KvKind kind = kv_kind(kind_name);
+  require(kind == KvKind::f32 || kind == KvKind::f16 || kind == KvKind::bf16, "latents in format `" + kind_name + "`");
+  require(width > 0 && width % 8 == 0, "latents of width " + text(width) + ", not a multiple of 8");
+  require(block_size > 0, "block size " + text(block_size));
+  const long layer_bytes = kv_value_bytes(kind) * block_size * width;
+  require(layer_offset >= 0 && layer_offset + layer_bytes <= block_stride,
+          "layer at byte " + text(layer_offset) + " with " + text(layer_bytes) + " bytes leaves a block of " +
+              text(block_stride));
+  return {kind, at<uint8_t>(arena), block_stride, layer_offset, block_size, width, at<const int32_t>(table),
+          max_blocks};
 }
 
 void require_width(const char* what, const Rows& rows, long width) {
@@ -269,6 +289,53 @@ std::shared_ptr<Op> attend(const Batch& batch, const Rows& q, int num_heads, con
   return make_op(std::make_unique<AttendStage>(*chosen(), args), std::make_unique<AttendMergeStage>(*chosen(), args));
 }
 
+std::shared_ptr<Op> latent(const Batch& batch, const Rows& q, const Rows& latents, Address kv_norm, float norm_eps,
+                           const Weight& up, Address order, Address cos, Address sin, bool interleaved, int num_heads,
+                           int nope_dim, int value_dim, float q_scale, const Latents& kv, int max_positions,
+                           const Act& act, nb::handle) {
+  const int rope_dim = kv.width - up.k;
+  require(up.k % 8 == 0 && up.k <= kMaxHeadDim, "latents of rank " + text(up.k) + ", not a multiple of 8 up to " +
+                                                    text(kMaxHeadDim));
+  require(rope_dim >= 8 && rope_dim % 8 == 0 && rope_dim <= kMaxLatentRope,
+          "rotated keys of " + text(rope_dim) + " values, not a multiple of 8 up to " + text(kMaxLatentRope));
+  require(num_heads > 0 && value_dim > 0 && max_positions > 0 && nope_dim > 0 && nope_dim <= kMaxNope,
+          text(num_heads) + " heads with keys of " + text(nope_dim) + " and values of " + text(value_dim) + " for " +
+              text(max_positions) + " positions");
+  require(up.n == num_heads * (nope_dim + value_dim),
+          text(num_heads) + " heads need " + text(num_heads * (nope_dim + value_dim)) + " outputs of `up`, it has " +
+              text(up.n));
+  require_width("query", q, static_cast<long>(num_heads) * (nope_dim + rope_dim));
+  require_width("latent", latents, kv.width);
+  require(act.k == num_heads * value_dim,
+          "attention gives " + text(num_heads * value_dim) + " values, its act has " + text(act.k));
+  const LatentArgs args{batch,
+                        q,
+                        latents,
+                        at<const float>(kv_norm),
+                        norm_eps,
+                        up,
+                        at<const int32_t>(order),
+                        at<const float>(cos),
+                        at<const float>(sin),
+                        interleaved,
+                        num_heads,
+                        nope_dim,
+                        value_dim,
+                        q_scale,
+                        kv,
+                        (max_positions + kAttendSplit - 1) / kAttendSplit,
+                        act};
+  Pool& pool = Pool::instance();
+  const std::size_t floats = LatentPlan::workspace_floats(args, pool.threads());
+  {
+    nb::gil_scoped_release released;  // a region of another thread may be running
+    pool.while_idle([&] { Workspace::instance().reserve(floats); });
+  }
+  const Table& table = *chosen();
+  return make_op(std::make_unique<LatentQueryStage>(table, args), std::make_unique<LatentAttendStage>(table, args),
+                 std::make_unique<LatentProjectStage>(table, args), std::make_unique<LatentFinishStage>(table, args));
+}
+
 std::shared_ptr<Op> act_mul(const Batch& batch, const Rows& gate, const Rows& up, const std::string& activation,
                             const Act& act, nb::handle) {
   require(activation == "silu" || activation == "gelu_tanh", "unknown activation `" + activation + "`");
@@ -347,10 +414,11 @@ NB_MODULE(_cpu, m) {
           "kind"_a, "group"_a, "zero"_a, "n"_a, "k"_a, "data"_a, "bytes"_a);
   nb::class_<Form>(m, "Form").def(
       "__init__",
-      [](Form* self, const std::string& kind, int group, Address codes, Address scales, Address sums, Address order) {
-        new (self) Form(make_form(kind, group, codes, scales, sums, order));
+      [](Form* self, const std::string& kind, int group, Address codes, Address scales, Address sums, Address order,
+         Address wide, Address high) {
+        new (self) Form(make_form(kind, group, codes, scales, sums, order, wide, high));
       },
-      "kind"_a, "group"_a, "codes"_a, "scales"_a, "sums"_a, "order"_a);
+      "kind"_a, "group"_a, "codes"_a, "scales"_a, "sums"_a, "order"_a, "wide"_a, "high"_a);
   nb::class_<Act>(m, "Act").def(
       "__init__",
       [](Act* self, int k, int max_rows, int rows, Address values, const std::vector<Form>& forms) {
@@ -366,6 +434,14 @@ NB_MODULE(_cpu, m) {
       },
       "kind"_a, "arena"_a, "block_stride"_a, "layer_offset"_a, "block_size"_a, "num_kv_heads"_a, "head_dim"_a,
       "table"_a, "max_blocks"_a, "scales"_a);
+  nb::class_<Latents>(m, "Latents").def(
+      "__init__",
+      [](Latents* self, const std::string& kind, Address arena, long block_stride, long layer_offset, int block_size,
+         int width, Address table, long max_blocks) {
+        new (self)
+            Latents(make_latents(kind, arena, block_stride, layer_offset, block_size, width, table, max_blocks));
+      },
+      "kind"_a, "arena"_a, "block_stride"_a, "layer_offset"_a, "block_size"_a, "width"_a, "table"_a, "max_blocks"_a);
 
   // An op keeps its last argument alive: the record whose arrays its addresses point into.
   nb::class_<Op>(m, "Op").def("run", &Op::run, Released());
@@ -381,6 +457,9 @@ NB_MODULE(_cpu, m) {
         nb::keep_alive<0, 15>());
   m.def("attend", &attend, "batch"_a, "q"_a, "num_heads"_a, "kv"_a, "window"_a, "max_positions"_a, "act"_a, "owner"_a,
         nb::keep_alive<0, 8>());
+  m.def("latent", &latent, "batch"_a, "q"_a, "latents"_a, "kv_norm"_a, "norm_eps"_a, "up"_a, "order"_a, "cos"_a,
+        "sin"_a, "interleaved"_a, "num_heads"_a, "nope_dim"_a, "value_dim"_a, "q_scale"_a, "kv"_a, "max_positions"_a,
+        "act"_a, "owner"_a, nb::keep_alive<0, 18>());
   m.def("act_mul", &act_mul, "batch"_a, "gate"_a, "up"_a, "activation"_a, "act"_a, "owner"_a, nb::keep_alive<0, 6>());
 
   nb::class_<Program>(m, "Program")

@@ -4,6 +4,8 @@
 #include "act_mul.hpp"
 #include "attend.hpp"
 #include "embed.hpp"
+#include "latent.hpp"
+#include "latent_attend.hpp"
 #include "linear_float.hpp"
 #include "linear_int.hpp"
 #include "norm.hpp"
@@ -18,6 +20,12 @@ template <class Isa, class Format>
 LLMCTL_INLINE constexpr void set_attend(Table& t, KvKind kind) {
   t.attend_split[static_cast<int>(kind)] = attend_split<Isa, Format>;
   t.attend_whole[static_cast<int>(kind)] = attend_whole<Isa, Format>;
+}
+
+template <class Isa, class Format>
+LLMCTL_INLINE constexpr void set_latent(Table& t, KvKind kind) {
+  t.latent_split[static_cast<int>(kind)] = latent_split<Isa, Format>;
+  t.latent_whole[static_cast<int>(kind)] = latent_whole<Isa, Format>;
 }
 
 template <class Isa>
@@ -43,6 +51,14 @@ LLMCTL_INLINE constexpr Table make_table() {
   set_attend<Isa, KvInt8>(t, KvKind::int8);
   set_attend<Isa, KvInt16>(t, KvKind::int16);
   t.attend_merge = attend_merge<Isa>;
+  t.latent_store = latent_store<Isa>;
+  t.latent_absorb = latent_absorb<Isa>;
+  set_latent<Isa, KvF32>(t, KvKind::f32);
+  set_latent<Isa, KvF16>(t, KvKind::f16);
+  set_latent<Isa, KvBf16>(t, KvKind::bf16);
+  t.latent_merge = latent_merge<Isa>;
+  t.latent_project = latent_project<Isa>;
+  t.latent_finish = latent_finish<Isa>;
   t.act_mul = act_mul_rows<Isa>;
   t.sample = sample_rows<Isa>;
   return t;

@@ -16,7 +16,9 @@ import numpy.typing as npt
 from .. import _cpu
 from ..formats import KV_BYTES, WeightFormat
 from ..ops import (
+    NO_QUAD,
     Act,
+    ActForm,
     ActMulArgs,
     AttendArgs,
     Batch,
@@ -25,6 +27,7 @@ from ..ops import (
     I32Array,
     KVCopyArgs,
     KVLayer,
+    LatentArgs,
     LinearArgs,
     NormAddArgs,
     NormArgs,
@@ -39,6 +42,8 @@ from ..ops import (
 ACTIVATIONS = ("silu", "gelu_tanh")
 MAX_HEAD_DIM = 512
 BLOCK_SIZES = range(8, 513)
+MAX_LATENT_ROPE, MAX_LATENT_NOPE = 128, 256
+LATENT_KINDS = ("f32", "f16", "bf16")
 MAX_INT8_GROUP = 8192  # 8192 x 128 x 2047 is just below 2^31
 
 
@@ -173,6 +178,49 @@ def accepts_attend(args: AttendArgs) -> str | None:
 def build_attend(args: AttendArgs) -> tuple[_cpu.Op, ...]:
     q, kv, act = _rows(args.q), _kv(args.kv, args.batch), _act(args.act)
     return (_cpu.attend(_batch(args.batch), q, args.num_heads, kv, args.window, args.max_positions, act, args),)
+
+
+def accepts_latent(args: LatentArgs) -> str | None:
+    """Why there is no kernel for this, None if there is one."""
+    kv, rank = args.kv, args.up.k
+    if kv.format.kind not in LATENT_KINDS:
+        return f"no latents in format `{kv.format.kind}`"
+    if rank % 8 or rank > MAX_HEAD_DIM:
+        return f"latents of rank {rank}, not a multiple of 8 up to {MAX_HEAD_DIM}"
+    rope_dim = kv.head_dim - rank
+    if rope_dim % 8 or not 8 <= rope_dim <= MAX_LATENT_ROPE:
+        return f"rotated keys of {rope_dim} values, not a multiple of 8 up to {MAX_LATENT_ROPE}"
+    if not 0 < args.nope_dim <= MAX_LATENT_NOPE:
+        return f"keys of {args.nope_dim} values that are not rotated, at most {MAX_LATENT_NOPE}"
+    return _refuse_weight(args.up.format, rank)
+
+
+def build_latent(args: LatentArgs) -> tuple[_cpu.Op, ...]:
+    kv, rank = args.kv, args.up.k
+    half = (kv.head_dim - rank) // 2
+    if args.cos.shape != args.sin.shape or args.cos.shape[1] != half:
+        raise ValueError(f"cos and sin are not both [positions, {half}]: {args.cos.shape}, {args.sin.shape}")
+    native = _cpu.latent(
+        _batch(args.batch),
+        _rows(args.q),
+        _rows(args.latent),
+        _vector(args.kv_norm, rank, "latent norm"),
+        args.norm_eps,
+        _weight(args.up),
+        _order(args.up.order, rank),
+        _address(args.cos, np.float32),
+        _address(args.sin, np.float32),
+        args.interleaved,
+        args.num_heads,
+        args.nope_dim,
+        args.value_dim,
+        args.q_scale,
+        _latents(kv, args.batch),
+        args.cos.shape[0],
+        _act(args.act),
+        args,
+    )
+    return (native,)
 
 
 def accepts_act_mul(args: ActMulArgs) -> str | None:
@@ -316,10 +364,23 @@ def _act(act: Act) -> _cpu.Act:
             _address(form.scales, np.float32),
             _address(form.sums, np.int32),
             _order(form.order, act.k),
+            _wide(form, act.k),
+            0 if form.high is None else _address(form.high, np.int32),
         )
         for form in act.forms
     ]
     return _cpu.Act(act.k, act.max_rows, act.values.shape[0], _address(act.values, np.float32), forms)
+
+
+def _wide(form: ActForm, k: int) -> int:
+    """The address of a form's wide quads, 0 without any."""
+    if form.wide is None:
+        return 0
+    if form.wide.shape != (k // form.group,):
+        raise ValueError(f"wide quads of shape {form.wide.shape} for {k // form.group} groups")
+    if ((form.wide != NO_QUAD) & (form.wide >= form.group // 4)).any():
+        raise ValueError(f"a wide quad is outside of its group of {form.group}")
+    return _address(form.wide, np.uint8)
 
 
 def _steering(kv: KVLayer) -> tuple[int, int]:
@@ -348,6 +409,20 @@ def _kv(kv: KVLayer, batch: Batch) -> _cpu.Kv:
         _address(table, np.int32),
         table.shape[1],
         0 if kv.scales is None else _kv_scales(kv.scales, kv),
+    )
+
+
+def _latents(kv: KVLayer, batch: Batch) -> _cpu.Latents:
+    table = batch.tables[kv.group]
+    return _cpu.Latents(
+        kv.format.kind,
+        _address(kv.arena, np.uint8),
+        kv.block_stride,
+        kv.layer_offset,
+        kv.block_size,
+        kv.head_dim,
+        _address(table, np.int32),
+        table.shape[1],
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..device import read_machine
-from ..entry import OPS, REFERENCE_ONLY, Entry
+from ..entry import OPS, Entry
 from ..errors import UsageError
 from ..ops import Batch, Op, Program
 
@@ -113,7 +113,7 @@ def _faces() -> dict[str, tuple[_Accepts, _Build]]:
         from . import ops
     except ImportError as error:
         reason = f"the extension `llmctl.kernels._cpu` cannot be imported: {error}"
-        return dict.fromkeys(OPS.keys() - REFERENCE_ONLY, (_refuse(reason), _never_built))
+        return dict.fromkeys(OPS, (_refuse(reason), _never_built))
     return {
         "embed": (ops.accepts_embed, ops.build_embed),
         "norm": (ops.accepts_norm, ops.build_norm),
@@ -121,6 +121,7 @@ def _faces() -> dict[str, tuple[_Accepts, _Build]]:
         "linear": (ops.accepts_linear, ops.build_linear),
         "rope_store": (ops.accepts_rope_store, ops.build_rope_store),
         "attend": (ops.accepts_attend, ops.build_attend),
+        "latent": (ops.accepts_latent, ops.build_latent),
         "act_mul": (ops.accepts_act_mul, ops.build_act_mul),
         "kv_copy": (ops.accepts_kv_copy, ops.build_kv_copy),
         "sample": (ops.accepts_sample, ops.build_sample),

@@ -74,6 +74,9 @@ struct Access {
   static Access layer(const Kv& kv, bool write) {  // layers of one arena do not overlap
     return {kv.arena + kv.layer_offset, kv.arena + kv.layer_offset + 1, write, false};
   }
+  static Access layer(const Latents& kv, bool write) {
+    return {kv.arena + kv.layer_offset, kv.arena + kv.layer_offset + 1, write, false};
+  }
   static Access workspace(bool write) {
     const Workspace* w = &Workspace::instance();
     return {w, w + 1, write, false};

@@ -69,6 +69,29 @@ struct AttendArgs {
   Act act;
 };
 
+// LatentArgs of kernels/ops.py; `order` is of the inputs of `up`, or null.
+struct LatentArgs {
+  Batch batch;
+  Rows q, latent;
+  const float* kv_norm;  // [up.k]
+  float norm_eps;
+  Weight up;
+  const int32_t* order;  // [up.k]
+  const float* cos;      // [max_positions, rope_dim / 2]
+  const float* sin;
+  bool interleaved;
+  int num_heads;
+  int nope_dim;
+  int value_dim;
+  float q_scale;
+  Latents kv;
+  int max_splits;  // splits of the longest context
+  Act act;
+
+  int rope_dim() const { return kv.width - up.k; }
+  int chunks() const { return (num_heads + kLatentHeads - 1) / kLatentHeads; }
+};
+
 enum class Activation : int { silu, gelu_tanh };
 
 struct ActMulArgs {
@@ -151,6 +174,33 @@ static inline long partial_index(const AttendArgs& a, long row, long head, long 
   return ((row * a.num_heads + head) * a.max_splits + split) * (a.kv.head_dim + kPartialExtra);
 }
 
+constexpr int kLatentTiles = 4;   // rows of a sequence that pass over the context together
+constexpr int kAbsorbRanks = 32;  // values of a query's part on latents that a task computes
+
+// Rows of one sequence times a chunk of kLatentHeads heads; at most kLatentTiles rows.
+struct LatentTile {
+  int first_row;  // of the batch
+  int rows;
+  int chunk;
+};
+
+// Where the queries of a row and chunk of heads are in the workspace, [width][kLatentHeads], which attention replaces by
+// [kLatentHeads][width]; heads of a chunk; and where a partial begins, in floats.
+static inline long latent_row_floats(const LatentArgs& a) {
+  return static_cast<long>(a.chunks()) * kLatentHeads * a.kv.width;
+}
+template <class Float>
+static inline Float* latent_chunk(const LatentArgs& a, Float* queries, long row, int chunk) {
+  return queries + row * latent_row_floats(a) + static_cast<long>(chunk) * kLatentHeads * a.kv.width;
+}
+static inline int latent_heads(const LatentArgs& a, int chunk) {
+  const int left = a.num_heads - chunk * kLatentHeads;
+  return left < kLatentHeads ? left : kLatentHeads;
+}
+static inline long latent_partial(const LatentArgs& a, long row, long head, long split) {
+  return ((row * a.num_heads + head) * a.max_splits + split) * (a.up.k + kPartialExtra);
+}
+
 struct Table {
   const char* isa;
   void (*embed)(const EmbedArgs&, int row_begin, int row_end);
@@ -167,6 +217,18 @@ struct Table {
   // Merge `partials` (null: values are already in rows 0.. of the act) to the act's rows from act_row, with their
   // forms.
   void (*attend_merge)(const AttendArgs&, const float* partials, int row_begin, int row_end, int act_row);
+  void (*latent_store)(const LatentArgs&, int row_begin, int row_end);
+  // Queries of a chunk of heads to the workspace; parts are of kAbsorbRanks values, the last is of rotated ones.
+  void (*latent_absorb)(const LatentArgs&, float* queries, int chunk, int part, int row_begin, int row_end);
+  // One split of a row to `partials`, or all splits of a tile in place of its queries.
+  void (*latent_split[kKvKinds])(const LatentArgs&, const float* queries, int row, int chunk, int split,
+                                 float* partials);
+  void (*latent_whole[kKvKinds])(const LatentArgs&, float* queries, const LatentTile&);
+  void (*latent_merge)(const LatentArgs&, float* queries, const float* partials, int head, int row_begin, int row_end);
+  // One head's values to rows 0.. of the act.
+  void (*latent_project)(const LatentArgs&, float* queries, int head, int row_begin, int row_end);
+  // Rows 0.. of the act to its rows from act_row, with their forms.
+  void (*latent_finish)(const Act&, int row_begin, int row_end, int act_row);
   void (*act_mul)(const ActMulArgs&, int row_begin, int row_end, int act_row);
   // `scratch` has sample_scratch_bytes and belongs to the calling thread.
   void (*sample)(const SampleArgs&, int row_begin, int row_end, std::byte* scratch);

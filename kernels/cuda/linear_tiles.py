@@ -61,9 +61,15 @@ def tiles_of(weight: WeightFormat) -> tuple[Tile, ...]:
     return NARROW_TILES if weight.zero == "min" or weight.group == 32 else TILES
 
 
-def choose_tile(rows: int, weight: WeightFormat) -> Tile:
-    """The smallest tile that takes all rows at once, or the largest."""
-    table = tiles_of(weight)
+def tiles_within(weight: WeightFormat, shared_limit: int) -> tuple[Tile, ...]:
+    """Those of `tiles_of` that fit into so much shared memory; the smallest always does."""
+    group = weight.group if weight.group in (32, 64, 128) else 0
+    return tuple(t for t in tiles_of(weight) if shared_bytes(t, weight, group, grouped=False) <= shared_limit)
+
+
+def choose_tile(rows: int, weight: WeightFormat, shared_limit: int = SHARED_LIMIT) -> Tile:
+    """The smallest tile that takes all rows at once, or the largest that there is shared memory for."""
+    table = tiles_within(weight, shared_limit)
     return next((tile for tile in table if tile.rows >= rows), table[-1])
 
 

@@ -14,16 +14,31 @@ from typing import Any
 from ..cpu.pack import unpack
 from ..entry import Entry
 from ..errors import NoKernel
-from ..ops import LOGIT_ROWS, ROWS, LinearArgs, PackedWeight
+from ..ops import (
+    LOGIT_ROWS,
+    ROWS,
+    ActMulArgs,
+    AttendArgs,
+    EmbedArgs,
+    LinearArgs,
+    NormAddArgs,
+    NormArgs,
+    PackedWeight,
+    RopeStoreArgs,
+)
 from . import linear, steps
+from .attend import compute_of
 from .call import Call
+from .jit import architecture
 from .library import build_library, refuse_library
 from .linear import Addresses, Linear
+from .linear_tiles import SHARED_LIMIT
 from .machine import Machine
 from .pack import pack
 from .steps import DTYPES, as_stored
+from .tiles import SMS, missing
 
-MIN_CAPABILITY = (8, 0)  # cp.async and bfloat16 on tensor cores
+MIN_CAPABILITY = (7, 5)  # matrix loads, and tensor cores whose operands lie as in all later ones
 
 _KEPT_CALLS = 64  # numbers of rows that a layer's calls are kept for
 
@@ -74,10 +89,31 @@ def _entry(
         if not _machine:
             return "no GPU is in use"
         if (capability := _machine[0].capability) < MIN_CAPABILITY:
-            return f"the GPU has compute capability {capability[0]}.{capability[1]}, 8.0 is needed"
-        return refuse(args)
+            return f"the GPU has compute capability {capability[0]}.{capability[1]}, 7.5 is needed"
+        return _refuse_types(capability, args) or refuse(args)
 
     return Entry(op, "cuda", bits, "sm_80", priority, accepts, lambda args: build(args, _machine[0]), f"cuda/{source}")
+
+
+def _refuse_types(capability: tuple[int, int], args: Any) -> str | None:
+    """Why an old GPU does not compute in the types of these arguments."""
+    arch = architecture(*capability)
+    match args:
+        case LinearArgs() | ActMulArgs():
+            dtype = DTYPES.get(args.act.values.dtype)
+        case NormArgs() | NormAddArgs():
+            dtype = DTYPES.get(args.x.dtype)
+        case RopeStoreArgs() | AttendArgs():
+            dtype = DTYPES.get(args.q.dtype)
+        case EmbedArgs():
+            dtype = DTYPES.get(args.out.dtype)
+        case _:
+            dtype = None
+    if dtype == "bf16":
+        return missing(arch, dtype)
+    if isinstance(args, AttendArgs) and dtype is not None:
+        return missing(arch, args.compute or compute_of(dtype, args.kv.format.kind))
+    return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +148,10 @@ class LinearOp:
             calls.append(linear.gather_call(layer.dtype, rows, layer.inputs, out=ordered, x=x, order=self.order))
             x = ordered
         at = Addresses(y, x, self.weight, self.bias, y if args.add else 0, work)
-        return calls + linear.linear_calls(layer, rows, at, machine.processors, deterministic=machine.deterministic)
+        return calls + linear.linear_calls(
+            layer, rows, at, machine.processors,
+            deterministic=machine.deterministic, shared_limit=_shared_limit(machine),
+        )  # fmt: skip
 
 
 def _refuse_library(args: LinearArgs) -> str | None:
@@ -155,5 +194,11 @@ def _layer(args: LinearArgs) -> Linear:
 
 def _workspace(layer: Linear, rows: int, machine: Machine, *, ordered: bool) -> tuple[int, int]:
     """Bytes of partial sums, and of the inputs in the weight's order."""
-    sums = linear.linear_workspace(layer, rows, machine.processors, deterministic=machine.deterministic)
+    sums = linear.linear_workspace(
+        layer, rows, machine.processors, deterministic=machine.deterministic, shared_limit=_shared_limit(machine)
+    )
     return -(-sums // 16) * 16, 4 * rows * layer.inputs if ordered else 0
+
+
+def _shared_limit(machine: Machine) -> int:
+    return min(SHARED_LIMIT, SMS[architecture(*machine.capability)].block_shared)

@@ -15,7 +15,7 @@ from . import rows
 from .attend import MERGE_THREADS, SINKS, SOFT_CAP, WINDOW, AttendShape, refusal
 from .linear_table import all_linears, linear_kernels, linear_representatives
 from .listed import Listed
-from .tiles import choose_attend
+from .tiles import SMS, choose_attend, missing
 from .types import ACTIVATIONS, EIGHT_BIT_KV
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -60,36 +60,39 @@ def model_kernels(arch: str, needs: ModelNeeds) -> list[Listed]:
                     WINDOW if windowed else 0, prefill=prefill,
                 )
             )  # fmt: skip
-    return _once(listed)
+    return _fitting(listed, arch)
 
 
 def representatives(arch: str) -> list[Listed]:
     """At least one of each template, and of attention the kinds that differ most: what CI compiles."""
+    act = activations(arch)[-1]
     listed = [
-        Listed(rows.embed("bf16"), rows.ROW_THREADS),
-        *_norms("bf16", 4096),
-        *_quantized_norms("bf16", 4096),
-        Listed(rows.bias_rows("bf16", add=True), rows.ROW_THREADS),
-        Listed(rows.widen("bf16"), rows.ROW_THREADS),
-        *_gated("bf16", "silu"),
-        *_stores("bf16", "fp8_e4m3", 128, 16, "halves", norm=True),
+        Listed(rows.embed(act), rows.ROW_THREADS),
+        *_norms(act, 4096),
+        *_quantized_norms(act, 4096),
+        Listed(rows.bias_rows(act, add=True), rows.ROW_THREADS),
+        Listed(rows.widen(act), rows.ROW_THREADS),
+        *_gated(act, "silu"),
+        *_stores(act, "fp8_e4m3", 128, 16, "halves", norm=True),
         *_shared(),
     ]
-    for act, compute, kv, flags, prefill in (
+    for of, compute, kv, flags, prefill in (
         ("bf16", "bf16", "bf16", 0, False),
         ("bf16", "bf16", "bf16", 0, True),
         ("bf16", "f16", "fp8_e4m3", 0, False),
         ("f16", "f16", "int8", WINDOW, False),
+        ("f16", "f16", "f16", 0, True),
         ("f32", "f32", "f32", 0, False),
     ):
-        listed += _attention(choose_attend(arch, act, compute, kv, 128, 16, flags, prefill=prefill))
-    return _once((*listed, *linear_representatives()))
+        if of in activations(arch) and missing(arch, compute) is None:
+            listed += _attention(choose_attend(arch, of, compute, kv, 128, 16, flags, prefill=prefill))
+    return _fitting((*listed, *linear_representatives(act)), arch)
 
 
 def all_kernels(arch: str) -> list[Listed]:
-    """Every combination of types, head sizes, block sizes and flags."""
-    listed = [*_shared(), *all_linears()]
-    for act in ACTIVATIONS:
+    """Every combination of types, head sizes, block sizes and flags that the architecture has memory for."""
+    listed = [*_shared(), *all_linears(activations(arch))]
+    for act in activations(arch):
         listed += (Listed(kernel, rows.ROW_THREADS) for kernel in (rows.embed(act), rows.widen(act)))
         for width in WIDTHS:
             listed += [*_norms(act, width), *_quantized_norms(act, width)]
@@ -102,13 +105,18 @@ def all_kernels(arch: str) -> list[Listed]:
                 for norm in (False, True):
                     listed += _stores(act, kv, head_dim, block_size, rope, norm=norm)
             for compute in COMPUTE[act]:
-                if refusal(act, compute, kv) is not None:
+                if (refusal(act, compute, kv) or missing(arch, compute)) is not None:
                     continue
                 for flags in FLAGS:
                     for prefill in (False, True):
                         shape = choose_attend(arch, act, compute, kv, head_dim, block_size, flags, prefill=prefill)
                         listed += _attention(shape)
-    return _once(listed)
+    return _fitting(listed, arch)
+
+
+def activations(arch: str) -> tuple[str, ...]:
+    """The types that an architecture computes in besides its tensor cores."""
+    return tuple(act for act in ACTIVATIONS if act != "bf16" or missing(arch, act) is None)
 
 
 def _caches(act: str) -> Iterator[tuple[str, int, int]]:
@@ -161,5 +169,6 @@ def _shared() -> list[Listed]:
     ]
 
 
-def _once(listed: Iterable[Listed]) -> list[Listed]:
-    return list(dict.fromkeys(listed))
+def _fitting(listed: Iterable[Listed], arch: str) -> list[Listed]:
+    """Each once, without tiles of linear layers that the architecture has no memory for."""
+    return [item for item in dict.fromkeys(listed) if item.shared_bytes <= SMS[arch].block_shared]

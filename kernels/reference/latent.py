@@ -62,5 +62,9 @@ class Latent:
 
 def build(args: LatentArgs) -> Latent:
     """An op for these buffers. It keeps the values of `up` in float64."""
-    parts = dequantize(args.up).double().view(args.num_heads, args.nope_dim + args.value_dim, args.up.k)
+    values = dequantize(args.up).double()
+    if args.up.order is not None:
+        packed, values = values, torch.empty_like(values)
+        values[:, torch.from_numpy(args.up.order).long()] = packed
+    parts = values.view(args.num_heads, args.nope_dim + args.value_dim, args.up.k)
     return Latent(args, parts[:, : args.nope_dim], parts[:, args.nope_dim :])

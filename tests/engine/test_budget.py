@@ -5,8 +5,9 @@ import re
 import msgspec
 import pytest
 
-from llmctl.engine.budget import choose_kv_format, kv_bytes_per_token, memory_budget
+from llmctl.engine.budget import memory_budget
 from llmctl.engine.config import EngineConfig
+from llmctl.engine.kv_choice import choose_kv_format, kv_bytes_per_token
 from llmctl.engine.models.arch import DecoderSpec, RopeSpec
 from llmctl.engine.pools import blocks_for
 from llmctl.engine.sizes import format_bytes
@@ -239,6 +240,20 @@ def test_all_pools_run_out_at_about_the_same_time():
     )
     room = found.available - found.weights - found.workspace - found.reserve
     assert 0.99 * room // 4 < found.kv_bytes <= room // 4
+
+
+def test_swap_space_is_divided_as_sequences_of_a_typical_length_hold_their_blocks():
+    found = memory_budget(GEMMA, MIB, ("int4g32",), EngineConfig(swap_space=1.0), 64 * GIB)
+    full, local = found.groups
+    assert GIB - found.swapped_bytes_per_block * 8 < found.tier_bytes <= GIB
+    typical = found.max_model_len // 4
+    share = local.blocks_of(typical, found.block_size) / blocks_for(typical, found.block_size)
+    assert full.tier_blocks == 0 < local.tier_blocks == int(found.tier_blocks * share)
+    one = memory_budget(GEMMA, MIB, ("int4g32",), EngineConfig(swap_space=1.0), 64 * GIB, split_windows=False)
+    assert one.tier_bytes == one.tier_blocks * one.swapped_bytes_per_block <= GIB
+    windows = msgspec.structs.replace(GEMMA, windows=(4096,) * 18)
+    alone = memory_budget(windows, MIB, ("int4g32",), EngineConfig(swap_space=1.0), 64 * GIB)
+    assert alone.swapped_bytes_per_block == 0 < alone.groups[1].tier_blocks < alone.tier_blocks
 
 
 def test_short_sequences_or_who_asks_for_it_have_one_group():

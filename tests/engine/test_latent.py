@@ -18,26 +18,57 @@ from llmctl.engine.models.families import decoder_spec
 from llmctl.engine.plan import resolve as resolve_plan
 from llmctl.engine.request import SamplingParams
 from llmctl.engine.runner.runner import Runner
+from llmctl.kernels import _cpu
 from llmctl.kernels.errors import UnsupportedModel, UsageError
 
 from .forced import forced_logits
 from .tiny import LATENT, VOCAB, write_checkpoint
 
 
+@pytest.mark.parametrize("kernels", ["auto", "generic", "reference"])
 @pytest.mark.parametrize("family", LATENT)
-def test_logits_are_those_of_transformers_in_prefill_and_decode(family: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_transformers_in_prefill_and_decode(family: str, kernels: str, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", family)
     oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokens = np.random.default_rng(3).integers(3, VOCAB, 60).tolist()
     with torch.inference_mode():
         expected = oracle(torch.tensor([tokens])).logits[0].numpy()
-    config = EngineConfig(dtype="float32", max_num_batched_tokens=64, max_num_seqs=64, block_size=16, max_model_len=128)
+    config = EngineConfig(
+        dtype="float32", max_num_batched_tokens=64, max_num_seqs=64, block_size=16, max_model_len=128, kernels=kernels
+    )
     model = open_packed(resolve(str(folder), environment=environment()), dtype="float32", cache=tmp_path / "cache")
     runner = Runner(model, resolve_plan(config, model)[0])
     prefill = forced_logits(runner, tokens, VOCAB, 64, 16)
     decode = forced_logits(runner, tokens, VOCAB, 1, 16)
     np.testing.assert_allclose(prefill, expected, atol=3e-4, rtol=0)
     np.testing.assert_array_equal(prefill, decode, err_msg="decode and prefill are one bits class")
+
+
+def test_tokens_are_those_of_transformers_in_company_and_from_the_cache(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", "deepseek-v3")
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    rng = np.random.default_rng(8)
+    stem = rng.integers(3, VOCAB, 24).tolist()
+    prompts = [[*stem[: 8 * i], *rng.integers(3, VOCAB, 6).tolist()] for i in range(4)]
+    expected = []
+    for prompt in prompts:
+        with torch.inference_mode():
+            found = oracle.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None)
+        expected.append(found[0, len(prompt) :].tolist())
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    with LLM(str(folder), dtype="float32", max_model_len=64, block_size=8, num_gpu_blocks_override=60) as llm:
+        for hits in (False, True):
+            outputs = llm.generate(prompts, greedy)
+            assert [list(each.outputs[0].token_ids) for each in outputs] == expected
+            assert not hits or all(each.num_cached_tokens for each in outputs)
+
+
+def test_a_model_of_latents_is_one_program_of_compiled_kernels(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", "deepseek-v2")
+    model = open_packed(resolve(str(folder), environment=environment()), dtype="auto", cache=tmp_path / "cache")
+    plan = resolve_plan(EngineConfig(max_model_len=128), model)[0]
+    runner = Runner(model, plan)
+    assert isinstance(runner.decoder.program, _cpu.Program)
 
 
 def test_a_token_takes_its_latent_and_one_rotated_key() -> None:

@@ -191,6 +191,7 @@ def test_blocks_that_a_window_has_passed_are_given_back_and_change_no_bit(family
     names = ["together", "chunks of 7", "cache warm", "preempted"]
     if family == "gemma3":
         names += ["blocks of 64", "cache warm, alone", "two steps in flight, preempted", "drafts, preempted"]
+        names += ["preempted, swapped", "cache warm in tier 2, two steps in flight"]
     for way in (way for way in WAYS if way.name in names):
         assert run(folder, "auto", way, requests) == whole, way.name
 

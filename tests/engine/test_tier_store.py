@@ -9,7 +9,7 @@ import pytest
 
 from llmctl.engine.kv_groups import KVGroup
 from llmctl.engine.runner.cache import BlockShape, allocate
-from llmctl.engine.runner.tier_store import open_tier
+from llmctl.engine.runner.tier_store import Shelf, open_tier
 from llmctl.engine.schedule.step import Swap
 from llmctl.kernels.errors import CapacityError
 from llmctl.kernels.formats import KVFormat
@@ -33,7 +33,7 @@ def groups():
 
 @pytest.fixture
 def store(groups, tmp_path):
-    made = open_tier(tmp_path / "swap", groups, 4, 8)
+    made = open_tier(tmp_path / "swap", [Shelf(groups, 4)], 8)
     yield made
     made.close()
 
@@ -56,6 +56,22 @@ def test_blocks_come_back_to_the_bit_wherever_they_are_put(store, groups):
                 cache.arena[block * cache.bytes_per_block] ^= rng.randrange(256)
             held[place] = content(groups, blocks)
             assert store.move([Swap(place, blocks, True)]) == ()
+
+
+def test_places_of_a_group_of_its_own_follow_those_that_are_shared(groups, tmp_path, caplog):
+    full, window = groups
+    store = open_tier(tmp_path, [Shelf((full,), 2), Shelf((window,), 3)], 8)
+    kept = [content((full,), (1,)), content((window,), (2,)), content((window,), (3,))]
+    assert store.move([Swap(1, (1,), True), Swap(2, (2,), True), Swap(4, (3,), True)]) == ()
+    size, other = full.bytes_per_block, window.bytes_per_block
+    assert os.fstat(store._file.fileno()).st_size == 2 * size + 3 * other
+    assert store.move([Swap(1, (0,), False), Swap(4, (0,), False), Swap(2, (5,), False)]) == ()
+    assert [content((full,), (0,)), content((window,), (5,)), content((window,), (0,))] == kept
+    (byte,) = os.pread(store._file.fileno(), 1, 2 * size)
+    os.pwrite(store._file.fileno(), bytes([byte ^ 1]), 2 * size)
+    assert store.move([Swap(2, (1,), False), Swap(1, (2,), False), Swap(3, (1,), False)]) == (2, 3)
+    assert content((full,), (2,)) == kept[0] and not any(content((window,), (1,))[0])
+    store.close()
 
 
 def test_moves_are_made_in_their_order(store, groups):
@@ -128,10 +144,10 @@ def test_the_file_has_no_name(store, tmp_path):
 
 def test_a_disk_that_is_too_small_is_refused_with_the_figures(groups, tmp_path):
     with pytest.raises(CapacityError, match="swapped KV blocks: it needs"):
-        open_tier(tmp_path, groups, 1 << 40, 8)
+        open_tier(tmp_path, [Shelf(groups, 1 << 40)], 8)
 
 
 def test_a_folder_that_cannot_be_written_is_refused(groups, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CapacityError, match="cannot make a file for swapped KV blocks"):
-        open_tier(tmp_path / "file" / "swap", groups, 4, 8)
+        open_tier(tmp_path / "file" / "swap", [Shelf(groups, 4)], 8)

@@ -13,24 +13,29 @@ import torch
 from llmctl.kernels.cpu.pack import pack
 from llmctl.kernels.formats import KVFormat, WeightFormat, parse_weight_format
 from llmctl.kernels.ops import (
+    NO_QUAD,
     Act,
+    ActForm,
     ActMulArgs,
     AttendArgs,
     Batch,
     EmbedArgs,
     KVCopyArgs,
     KVLayer,
+    LatentArgs,
     LinearArgs,
     NormAddArgs,
     NormArgs,
     PackedWeight,
     RopeStoreArgs,
+    U8Array,
     make_act,
     make_batch,
     make_rows,
+    with_wide,
 )
 from llmctl.kernels.reference.act import write_act
-from llmctl.kernels.reference.kv import head_view, view_of
+from llmctl.kernels.reference.kv import head_view, latent_view, view_of
 
 MAX_ROWS, MAX_SEQS, THREADS = 40, 16, 2
 STORED = {
@@ -120,10 +125,14 @@ def act_outputs(act: Act, rows: int) -> dict[str, np.ndarray]:
     """What consumers of `rows` rows will read."""
     found = {"values": act.values[:rows]}
     for i, form in enumerate(act.forms):
+        if form.wide is not None:
+            found[f"{i}.wide"] = form.wide
         found[f"{i}.order"] = np.arange(act.k) if form.order is None else form.order
         found[f"{i}.{form.kind}.{form.group}.codes"] = form.codes[:rows]
         found[f"{i}.{form.kind}.{form.group}.scales"] = form.scales[:rows]
         found[f"{i}.{form.kind}.{form.group}.sums"] = form.sums[:rows]
+        if form.wide is not None and form.high is not None:
+            found[f"{i}.{form.kind}.{form.group}.high"] = form.high[:rows, form.wide != NO_QUAD]
     return found
 
 
@@ -134,7 +143,19 @@ def act_with_all_forms(k: int) -> Act:
     if k % 32 == 0:
         formats.append(parse_weight_format("int4g32"))
         orders.append(np.random.default_rng(k).permutation(k).astype(np.int32))
-    return make_act(k, MAX_ROWS, THREADS, formats, orders)
+    act = make_act(k, MAX_ROWS, THREADS, formats, orders)
+    plain = next((i for i, form in enumerate(act.forms) if form.kind == "i8" and form.order is None), 0)
+    return with_wide(act, [None if i == plain else random_quads(form, k) for i, form in enumerate(act.forms)])
+
+
+def random_quads(form: ActForm, k: int) -> U8Array | None:
+    """Wide quads in some of the groups of a form of int8, everywhere in them."""
+    if not form.can_widen:
+        return None
+    rng = np.random.default_rng(k + form.group)
+    quads = rng.integers(0, form.group // 4, k // form.group).astype(np.uint8)
+    quads[rng.random(len(quads)) < 0.3] = NO_QUAD
+    return quads
 
 
 def embed_case(format: WeightFormat, rows: int, vocab: int, hidden: int, scale: float = 1.0) -> Case:
@@ -191,6 +212,7 @@ def linear_case(
     add: bool = False,
     logits: bool = False,
     ordered: bool = False,
+    wide: bool = False,
 ) -> Case:
     def make() -> LinearArgs:
         rng = np.random.default_rng(rows * 7 + n)
@@ -198,7 +220,11 @@ def linear_case(
         orders = [None, rng.permutation(k).astype(np.int32)] if ordered else [None]
         act = make_act(k, MAX_ROWS, THREADS, [format] * len(orders), orders)
         used = int(batch.counts[2 if logits else 0])
-        write_act(act, torch.from_numpy(rng.standard_normal((used, k)).astype(np.float32)))
+        x = rng.standard_normal((used, k)).astype(np.float32)
+        if wide:
+            act = with_wide(act, [random_quads(form, k) for form in act.forms])
+            x[:, ::5] *= 60  # outliers, in wide quads and elsewhere
+        write_act(act, torch.from_numpy(x))
         padded = np.zeros(-(-n // 16) * 16, np.float32)
         padded[:n] = rng.standard_normal(n)
         weight = dataclasses.replace(random_weight(format, n, k, rng), order=orders[-1])
@@ -208,7 +234,8 @@ def linear_case(
         used = int(args.batch.counts[2 if logits else 0])
         return {"out": args.out[:used, :n], "rest": args.out[used:, :n]}
 
-    name = f"{format.name}-m{rows}-{n}x{k}{'-bias' * bias}{'-add' * add}{'-logits' * logits}{'-ordered' * ordered}"
+    flags = {"-bias": bias, "-add": add, "-logits": logits, "-ordered": ordered, "-wide": wide}
+    name = f"{format.name}-m{rows}-{n}x{k}" + "".join(flag for flag, on in flags.items() if on)
     return Case("linear", name, format.kind, make, outputs)
 
 
@@ -295,6 +322,57 @@ def attend_case(
     return Case("attend", name, "attend_int16" if kind == "int16" else "f32", make, outputs)
 
 
+def latent_case(
+    rows: int,
+    heads: int,
+    sizes: tuple[int, int, int, int],
+    block_size: int,
+    kind: str,
+    weight: WeightFormat,
+    *,
+    interleaved: bool = False,
+    ordered: bool = False,
+    far: int = 50,
+) -> Case:
+    """Attention on latents; `sizes` are rank, rope_dim, nope_dim and value_dim."""
+    rank, rope, nope, value = sizes
+
+    def make() -> LatentArgs:
+        rng = np.random.default_rng(rows + far)
+        batch, blocks = random_batch(rng, rows, block_size=block_size, far=far)
+        layer = block_size * (rank + rope) * KVFormat(kind).bytes_per_value
+        values = torch.from_numpy(rng.standard_normal((blocks, 2 * block_size * (rank + rope)), np.float32))
+        arena = values.to(STORED[kind]).view(torch.uint8).numpy().reshape(-1)
+        angles = rng.uniform(0, 6, (far + 60 + MAX_ROWS, rope // 2))
+        up = random_weight(weight, heads * (nope + value), rank, rng)
+        return LatentArgs(
+            batch,
+            random_rows(rng, heads * (nope + rope)),
+            random_rows(rng, rank + rope),
+            rng.uniform(0.5, 1.5, rank).astype(np.float32),
+            1e-6,
+            dataclasses.replace(up, order=rng.permutation(rank).astype(np.int32)) if ordered else up,
+            np.cos(angles).astype(np.float32),
+            np.sin(angles).astype(np.float32),
+            interleaved,
+            heads,
+            nope,
+            value,
+            (nope + rope) ** -0.5,
+            KVLayer(arena, 2 * layer, layer, block_size, 1, rank + rope, KVFormat(kind), 1),
+            act_with_all_forms(heads * value),
+        )
+
+    def outputs(args: LatentArgs) -> dict[str, np.ndarray]:
+        kv = args.kv
+        beside = kv.arena.reshape(-1, kv.block_stride)[:, : kv.layer_offset]
+        return {**act_outputs(args.act, rows), "arena": latent_view(kv).double().numpy(), "other layers": beside}
+
+    name = f"m{rows}-h{heads}x{rank}+{rope}x{nope}x{value}-b{block_size}-{kind}-{weight.name}-far{far}"
+    name += "-interleaved" * interleaved + "-ordered" * ordered
+    return Case("latent", name, f"latent_{kind}", make, outputs)
+
+
 def act_mul_case(rows: int, k: int, activation: str) -> Case:
     def make() -> ActMulArgs:
         rng = np.random.default_rng(rows + k)
@@ -341,6 +419,11 @@ def all_cases() -> Iterator[Case]:
         yield linear_case(format, 1, 16, k, logits=True)
         if not format.is_float and format.group <= 128:
             yield linear_case(format, 3, 40, k, ordered=True)
+        if format.kind == "int4":
+            for rows in (1, 3, 9):
+                yield linear_case(format, rows, 40, k, wide=True)
+            if format.group <= 128:
+                yield linear_case(format, 5, 33, k, ordered=True, wide=True)
     for k in (1, 7, 9, 33):
         yield linear_case(floats[0], 5, 20, k)
         yield norm_case(5, k, False)
@@ -366,3 +449,14 @@ def all_cases() -> Iterator[Case]:
             yield attend_case(rows, 9, 3, 64, block_size, kind, window=window, far=290)
         yield attend_case(rows, 7, 1, 80, block_size, kind, far=500)
         yield kv_copy_case(kind, block_size, 3, 16)
+    for rows, kind, block_size, weight in (
+        (1, "f32", 8, "f32"), (2, "f16", 16, "f16"), (7, "bf16", 16, "bf16"), (33, "f16", 64, "int8g32"),
+        (7, "f32", 64, "int4g32"), (3, "f16", 8, "int4g32min"), (33, "bf16", 16, "int4g64int"),
+    ):  # fmt: skip
+        form = parse_weight_format(weight)
+        turned = kind == "f16"
+        yield latent_case(rows, 3, (64, 16, 8, 24), block_size, kind, form, interleaved=turned)
+        yield latent_case(rows, 17, (64, 8, 20, 16), block_size, kind, form, interleaved=not turned)
+        if rows < 33:
+            yield latent_case(rows, 8, (128, 32, 64, 64), block_size, kind, form, ordered=not form.is_float, far=300)
+    yield latent_case(2, 16, (512, 64, 128, 128), 16, "f16", floats[1], interleaved=True, far=200)

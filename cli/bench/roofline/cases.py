@@ -19,6 +19,7 @@ from ....kernels.formats import F16, KVFormat, WeightFormat
 from ....kernels.ops import (
     ATTEND_SPLIT,
     MAX_TOP,
+    NO_QUAD,
     SAMPLE_ROW,
     ActMulArgs,
     AttendArgs,
@@ -26,6 +27,7 @@ from ....kernels.ops import (
     EmbedArgs,
     KVCopyArgs,
     KVLayer,
+    LatentArgs,
     LinearArgs,
     NormAddArgs,
     NormArgs,
@@ -36,8 +38,9 @@ from ....kernels.ops import (
     make_act,
     make_batch,
     make_rows,
+    with_wide,
 )
-from .shapes import CONTEXTS, KV_KINDS, ROWS, SHAPES, Shape
+from .shapes import CONTEXTS, KV_KINDS, LATENT_KINDS, ROWS, SHAPES, Shape
 
 BLOCK_SIZE = 32
 MAX_COPIES = 1024
@@ -84,6 +87,8 @@ def all_cases() -> Iterator[Case]:
         yield from _linears(shape)
         for kind in KV_KINDS:
             yield from _attention(shape, kind)
+        for kind in LATENT_KINDS:
+            yield from _latents(shape, kind)
         for rows in ROWS:
             yield from _rowwise(shape, rows)
             yield from _sampling(shape, rows)
@@ -110,8 +115,14 @@ def _linear_args(form: WeightFormat, rows: int, n: int, k: int, size: int, copie
         part.codes[:] = 3
         part.scales[:] = 0.01
         part.sums[:] = 3 * part.group
+    act = with_wide(act, [_half_wide(k // part.group) if part.kind == "i8" else None for part in act.forms])
     weights = filler(copies * size).reshape(copies, size)
     return [LinearArgs(batch, act, PackedWeight(form, n, k, data), None, out, False, False) for data in weights]
+
+
+def _half_wide(groups: int) -> U8Array:
+    """Wide quads in every second group, as a model has them."""
+    return np.where(np.arange(groups) % 2 == 0, np.uint8(3), np.uint8(NO_QUAD))
 
 
 def _attention(shape: Shape, kind: str) -> Iterator[Case]:
@@ -149,6 +160,45 @@ def _attend_args(
     positions = -(-(context + rows + 1) // ATTEND_SPLIT) * ATTEND_SPLIT
     layers = _kv_layers(shape, form, batch, copies)
     return [AttendArgs(batch, q, shape.heads, layer, 0, positions, act) for layer in layers]
+
+
+def _latents(shape: Shape, kind: str) -> Iterator[Case]:
+    """A model of this size with attention on latents: of four heads' width, with a rotated key of half a head."""
+    rank, rope, outputs = 4 * shape.head_dim, shape.head_dim // 2, 2 * shape.heads * shape.head_dim
+    per_token = KVFormat(kind).head_bytes(rank + rope)
+    for decode, contexts, counts in ((True, CONTEXTS, ROWS), (False, (0, *CONTEXTS), ROWS[-2:])):
+        for context in contexts:
+            for rows in counts:
+                attended = rows * (context + 1) if decode else sum(range(context + 1, context + rows + 1))
+                stored = (rows * (context + 1) if decode else context + rows) * per_token
+                queries = 4 * rows * shape.heads * (rank + rope)  # that latents are multiplied with
+                yield Case(
+                    "latent", shape.size, f"{'decode' if decode else 'prefill'} after {context}", kind, rows,
+                    stored + packed_bytes(F16, outputs, rank), 2 * queries,
+                    2.0 * (shape.heads * attended * (2 * rank + rope) + rows * outputs * rank), "fma",
+                    functools.partial(_latent_args, shape, KVFormat(kind), rows, context, decode),
+                )  # fmt: skip
+
+
+def _latent_args(
+    shape: Shape, form: KVFormat, rows: int, context: int, decode: bool, copies: int, threads: int
+) -> list[object]:
+    batch, head = _batch(rows, context, one_sequence=not decode), shape.head_dim
+    rank, rope, outputs = 4 * head, head // 2, 2 * shape.heads * head
+    q, latent = _ones(shape.heads * (head + rope), rows), _ones(rank + rope, rows)
+    turn, act = np.zeros((context + rows + 1, rope // 2), np.float32), make_act(shape.heads * head, rows, threads, ())
+    layer = BLOCK_SIZE * form.head_bytes(rank + rope)
+    stride = copies * layer
+    arena = filler(batch.tables[0].size * stride)
+    weights = filler(copies * packed_bytes(F16, outputs, rank)).reshape(copies, -1)
+    return [
+        LatentArgs(
+            batch, q, latent, np.ones(rank, np.float32), 1e-6, PackedWeight(F16, outputs, rank, weights[index]),
+            turn + 1, turn, False, shape.heads, head, head, (head + rope) ** -0.5,
+            KVLayer(arena, stride, index * layer, BLOCK_SIZE, 1, rank + rope, form, 0), act,
+        )
+        for index in range(copies)
+    ]  # fmt: skip
 
 
 def _rowwise(shape: Shape, rows: int) -> Iterator[Case]:

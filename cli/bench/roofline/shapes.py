@@ -14,6 +14,7 @@ WEIGHT_FORMATS = tuple(
     for name in ("int4g32", "int4g32min", "int4g64", "int4g128", "int4g128int", "int8g32", "f16", "bf16", "f32")
 )
 KV_KINDS = tuple(KV_BYTES)
+LATENT_KINDS = ("f32", "f16", "bf16")
 
 
 @dataclass(frozen=True, slots=True)

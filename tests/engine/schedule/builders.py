@@ -79,7 +79,7 @@ def check_invariants(scheduler: Scheduler) -> None:
             assert (block in free) == (pool.state(block) is BlockState.FREE)
         assert pool.num_free + pool.num_cached + pool.num_active == pool.num_blocks
         assert pool.num_cached == sum(pool.state(block) is BlockState.CACHED for block in range(pool.num_blocks))
-    check_windows(memory.windows, running, limits.block_size)
+    check_windows(memory.windows, running, limits.block_size, tree)
     check_tree(tree, limits.block_size)
     check_tier(memory.tier, tree)
     assert len(running) <= limits.max_num_seqs
@@ -98,12 +98,17 @@ def check_invariants(scheduler: Scheduler) -> None:
     assert len(scheduler._roster.queue) == len(scheduler._roster.waiting)
 
 
-def check_windows(windows: Windows, running: Sequence[EngineSequence], block_size: int) -> None:
+def check_windows(
+    windows: Windows, running: Sequence[EngineSequence], block_size: int, tree: PrefixTree
+) -> None:  # fmt: skip
     """The groups with a window hold what their sequences see, and no more than that and a block."""
     for place, group in enumerate(windows._groups):
         pool, window = group.pool, group._window
         assert not group._held
+        check_window_tier(group, tree)
         held = Counter(block for seq in running for block in seq.windows[place].blocks)
+        tier = group.copies.tier
+        held.update(block for each in (tier._next, *tier._in_flight) for (block,) in each.held)
         free = check_runs(pool)
         assert {node: block for block, node in group._node_of.items()} == group._block_of
         for block in range(pool.num_blocks):
@@ -117,6 +122,21 @@ def check_windows(windows: Windows, running: Sequence[EngineSequence], block_siz
             assert table.first <= max(0, seq.computed + 1 - window) // block_size, "a block went that is still seen"
             coming = -(-(seq.scheduled - seq.computed) // block_size)
             assert len(table.blocks) <= blocks_behind(window, block_size) + coming, "a block that nobody sees"
+
+
+def check_window_tier(group, tree: PrefixTree) -> None:
+    """Every place of a group with a window is free or has the copy of one node that the tree knows."""
+    copies, tier = group.copies._copies, group.copies.tier
+    places = dict(tier)
+    assert len(set(tier._free)) == len(tier._free) and not set(tier._free) & set(places)
+    assert len(tier._free) + len(places) == tier.num_places
+    assert {id(copy) for copy in copies.values()} == {id(copy) for copy in places.values()}
+    for node, copy in copies.items():
+        assert copy.node is node and node.alive and places[copy.place] is copy
+        assert copy.blocks == ((group._block_of[node],) if node in group._block_of else ())
+    assert all(node.alive for node in group.copies._wanted)
+    reading = [read.node for each in (tier._next, *tier._in_flight) for read in each.reads]
+    assert tier._reading == set(reading) and len(set(reading)) == len(reading)
 
 
 def check_runs(pool: BlockPool) -> set[int]:

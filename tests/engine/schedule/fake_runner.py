@@ -93,6 +93,10 @@ class FakeRunner:
             [[None] * config.block_size for _ in range(count)] for count in self.pools
         ]
         self.tier: dict[int, list[list[int | None]]] = {}
+        counts = (config.tier_blocks, *(each.tier_blocks for each in config.windows))
+        first = len(config.num_blocks)
+        groups = (tuple(range(first)), *((first + place,) for place in range(len(config.windows))))
+        self.place_groups = [own for own, count in zip(groups, counts) for _ in range(count)]
         self.moves = 0
         self.next_index = 0
         self.copied_tokens = 0
@@ -136,7 +140,10 @@ class FakeRunner:
     def _swap(self, step: Step) -> tuple[int, ...]:
         failed = []
         for swap in step.swaps:
-            assert 0 <= swap.place < self.config.tier_blocks and len(swap.blocks) == len(self.config.num_blocks)
+            assert 0 <= swap.place < len(self.place_groups)
+            groups = self.place_groups[swap.place]
+            assert len(swap.blocks) == len(groups)
+            arenas = [self.kv[group] for group in groups]
             self.moves += 1
             lost = self.model.lost_every and hash((self.moves, -11)) % self.model.lost_every == 0
             if swap.out:
@@ -144,15 +151,15 @@ class FakeRunner:
                 if lost or len(self.tier) >= self.model.disk:
                     failed.append(swap.place)
                 else:
-                    self.tier[swap.place] = [list(kv[block]) for kv, block in zip(self.kv, swap.blocks)]
+                    self.tier[swap.place] = [list(kv[block]) for kv, block in zip(arenas, swap.blocks)]
             elif lost or swap.place not in self.tier:
                 assert lost or self.model.lost_every or self.model.disk < 1 << 30, "nothing was written there"
                 self.tier.pop(swap.place, None)
                 failed.append(swap.place)
-                for kv, block in zip(self.kv, swap.blocks):
+                for kv, block in zip(arenas, swap.blocks):
                     kv[block] = [None] * self.config.block_size
             else:
-                for kv, block, content in zip(self.kv, swap.blocks, self.tier[swap.place]):
+                for kv, block, content in zip(arenas, swap.blocks, self.tier[swap.place]):
                     kv[block] = list(content)
         return tuple(dict.fromkeys(failed))
 

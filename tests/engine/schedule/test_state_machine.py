@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from llmctl.engine.config import POLICIES, SpeculativeConfig
 from llmctl.engine.request import FinishReason
 from llmctl.engine.schedule.pace import PaceConfig
+from llmctl.engine.schedule.windows import WindowLimit, blocks_behind
 from llmctl.kernels.errors import CapacityError
 
 from .builders import check_invariants, config, request
@@ -63,6 +64,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         disk=st.sampled_from((1 << 30, 1 << 30, 2)),
         swap_us=st.sampled_from((5, 4000, 20_000)),
         beside=st.sampled_from((0, 0, 1, 3)),
+        window=st.sampled_from((0, 0, 1, 3, 7)),
+        window_tier=st.sampled_from((0, 2, 30)),
     )
     def begin(
         self,
@@ -84,6 +87,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         disk,
         swap_us,
         beside,
+        window,
+        window_tier,
     ):
         self.model = FakeModel(
             vocab=12, bad_every=bad_every, repeats=repeats, lost_every=lost_every, disk=disk, swap_us=swap_us
@@ -91,6 +96,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         speculation = SpeculativeConfig(
             method="ngram" if drafts else "none", num_speculative_tokens=max(drafts, 1), prompt_lookup_min=1
         )
+        least = blocks_behind(window, block_size) + -(-budget * depth // block_size)
+        windows = (WindowLimit(window, least + 1, window_tier if tier and caching else 0),) if window else ()
         sizes = (num_blocks,) if groups == 1 else (num_blocks, num_blocks + 2)
         self.loop = Loop(
             config(
@@ -106,6 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 speculation=speculation,
                 tier_blocks=tier if caching else 0,
                 preemption_mode=mode,
+                windows=windows,
                 pace=PaceConfig(tokens=beside) if beside else None,
                 epoch=3,
             ),
@@ -207,7 +215,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         SchedulerMachine.written += stats.tier_writes
         SchedulerMachine.read_back += stats.tier_hits
         SchedulerMachine.failed += stats.tier_failures
-        assert stats.blocks_free + stats.blocks_cached == sum(loop.config.num_blocks)
+        pools = (*loop.config.num_blocks, *(each.num_blocks for each in loop.config.windows))
+        assert stats.blocks_free + stats.blocks_cached == sum(pools)
         assert (stats.waiting, stats.running, stats.blocks_active) == (0, 0, 0)
         assert len(loop.scheduler._roster.slots._free) == loop.config.max_num_seqs
         for asked in self.requests.values():

@@ -100,7 +100,13 @@ def test_any_company_gives_what_each_sequence_gives_alone(seed: int) -> None:
     for window in rng.choice(((1,), (3,), (7,), (2, 9))):
         least = blocks_behind(window, block_size) + -(-budget * depth // block_size)
         windows.append((window, least + rng.choice((0, 1, 20))))
-    model = FakeModel(vocab=12, bad_every=rng.choice((0, 0, 25)), repeats=rng.choice((0, 5)))
+    caching = rng.random() < 0.8
+    tier = rng.choice((0, 30, 30)) if caching else 0
+    windows = [(*each, rng.choice((2, 30)) if tier else 0) for each in windows]
+    model = FakeModel(
+        vocab=12, bad_every=rng.choice((0, 0, 25)), repeats=rng.choice((0, 5)), lost_every=rng.choice((0, 0, 4)),
+        disk=rng.choice((1 << 30, 9)),
+    )  # fmt: skip
     num_blocks = -(-60 // block_size) + rng.choice((0, 3, 40))
     loop = Loop(
         windowed(
@@ -111,8 +117,9 @@ def test_any_company_gives_what_each_sequence_gives_alone(seed: int) -> None:
             max_num_batched_tokens=budget,
             max_model_len=60,
             depth=depth,
-            enable_prefix_caching=(caching := rng.random() < 0.8),
-            tier_blocks=rng.choice((0, 0, 30)) if caching else 0,
+            enable_prefix_caching=caching,
+            tier_blocks=tier,
+            preemption_mode=rng.choice(("auto", "swap", "recompute")),
             speculation=SpeculativeConfig(method=rng.choice(("ngram", "none")), prompt_lookup_min=1),
         ),
         model,
@@ -135,9 +142,99 @@ def test_any_company_gives_what_each_sequence_gives_alone(seed: int) -> None:
     run_checked(loop)
     stats = loop.scheduler.stats()
     assert stats.blocks_active == 0
-    assert stats.blocks_free + stats.blocks_cached == num_blocks + sum(count for _, count in windows)
+    assert stats.blocks_free + stats.blocks_cached == num_blocks + sum(count for _, count, _ in windows)
     for asked in requests.values():
         for index in range(asked.sampling.n):
             got = loop.received[asked.id, index]
             tokens, finish = calm_run(asked, index, 60, model)
             assert got.finish is FinishReason.ABORT or (got.tokens, got.finish) == (tokens, finish)
+
+
+LONG = {name: [random.Random(seed).randrange(12) for _ in range(90)] for seed, name in enumerate("abc")}
+
+
+def swapping(*, model: FakeModel | None = None, depth: int = 1, places: int = 40, **more: object) -> Loop:
+    """Room for one long prompt, in a pool and in a window's; what goes may be in tier 2."""
+    limits = windowed(
+        26, (8, 24 if depth == 1 else 40, places), block_size=4, max_model_len=100, tier_blocks=90, depth=depth, **more
+    )
+    return Loop(limits, model)
+
+
+def ask(loop: Loop, name: str, prompt: list[int], max_tokens: int = 6) -> int:
+    """How many tokens of the prompt were cached; its answer is checked."""
+    asked = request(name, prompt, max_tokens)
+    loop.add(asked)
+    run_checked(loop)
+    assert (loop.received[name, 0].tokens, FinishReason.LENGTH) == calm_run(asked, 0, 100, loop.runner.model)
+    return loop.received[name, 0].cached_tokens
+
+
+def window_tier(loop: Loop):
+    return loop.scheduler._memory.windows._groups[0].copies.tier
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_next_turn_finds_its_window_in_tier_2(depth: int) -> None:
+    loop = swapping(depth=depth)
+    for name, prompt in LONG.items():
+        ask(loop, name, prompt)
+    turn = [*LONG["a"], *loop.received["a", 0].tokens]
+    before = loop.runner.computed_tokens
+    assert ask(loop, "next", [*turn, 7], max_tokens=1) == 95
+    assert loop.runner.computed_tokens - before == 2
+    assert ask(loop, "prompt of b again", LONG["b"], max_tokens=1) == 89
+    assert loop.scheduler.stats().tier_failures == 0
+    assert ask(swapping(places=0), "a", LONG["a"]) == 0
+
+
+def test_without_places_of_its_own_a_window_s_hits_end_where_its_pool_ends() -> None:
+    loop = swapping(places=0)
+    for name, prompt in LONG.items():
+        ask(loop, name, prompt)
+    assert ask(loop, "again", LONG["a"]) == 0
+    assert loop.scheduler._memory.tier.read_back == 0, "what no window could go on from was read"
+
+
+def test_of_a_window_no_more_is_written_than_hits_may_end_in() -> None:
+    loop = swapping()
+    for name, prompt in LONG.items():
+        ask(loop, name, prompt)
+    stats = loop.scheduler.stats()
+    assert 0 < window_tier(loop).written <= 3 * 2 * blocks_behind(8, 4) < stats.tier_writes
+    assert stats.tier_writes == loop.scheduler._memory.tier.written + window_tier(loop).written
+
+
+def test_a_window_s_block_that_came_back_leaves_again_without_a_write() -> None:
+    loop = swapping()
+    for turn in range(4):
+        ask(loop, f"other {turn}", [turn] * 90, max_tokens=1)  # takes most of the pool
+        assert ask(loop, f"a{turn}", LONG["a"], max_tokens=1) == (89 if turn else 0)
+    tier = window_tier(loop)
+    assert tier.read_back >= 2 * 3 and tier.clean_drops > 0
+    assert tier.written <= 5 * 4, "once for each prompt"
+
+
+def test_a_copy_of_a_window_s_block_that_is_lost_is_computed_again() -> None:
+    for lost_every, disk in ((1, 1 << 30), (3, 1 << 30), (0, 5)):
+        loop = swapping(model=FakeModel(vocab=12, lost_every=lost_every, disk=disk))
+        for turn in range(2):
+            for name, prompt in LONG.items():
+                ask(loop, f"{name}{turn}", prompt)
+        assert loop.scheduler.stats().tier_failures > 0
+        assert loop.scheduler.stats().blocks_active == 0
+
+
+def test_a_preempted_sequence_comes_back_by_the_blocks_of_its_window() -> None:
+    limits = windowed(
+        30, (8, 10, 40), block_size=4, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=100, tier_blocks=90,
+        preemption_mode="swap", policy="fcfs",
+    )  # fmt: skip
+    loop = Loop(limits)
+    asked = [request("a", range(8), max_tokens=90), request("b", range(10, 40), max_tokens=60)]
+    loop.add(*asked)
+    run_checked(loop)
+    stats = loop.scheduler.stats()
+    assert stats.preemptions > 0 and stats.recomputed_tokens <= 4 and window_tier(loop).read_back > 0
+    for each in asked:
+        assert loop.received[each.id, 0].tokens == calm_run(each, 0, 100, loop.runner.model)[0]
