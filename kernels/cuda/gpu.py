@@ -13,11 +13,13 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from ..device import default_threads
 from ..ops import AnyArray, U8Array
 from .call import Call
 from .driver import DeviceInfo, Driver
@@ -72,6 +74,7 @@ class Gpu:
     _sent: tuple[int, int] = (0, 0)  # address, and bytes given out
     _thread: int = 0
     _capturing: bool = False
+    _collected: dict[Kernel, None] | None = None
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -88,8 +91,20 @@ class Gpu:
             self._thread = thread
 
     def prepare(self, kernels: Sequence[Kernel]) -> None:
-        for kernel in kernels:
-            self._function(kernel)
+        missing = [kernel for kernel in dict.fromkeys(kernels) if kernel not in self.functions]
+        # The compiler lets several threads in, and is most of the time that a first start takes.
+        with ThreadPoolExecutor(default_threads()) as pool:
+            for kernel, cubin in zip(missing, pool.map(self.code, missing), strict=True):
+                self.functions[kernel] = self.driver.load(cubin)
+
+    def collect(self, launch: Callable[[], None]) -> tuple[Kernel, ...]:
+        """Every kernel that `launch` would launch. Nothing is, and nothing is sent."""
+        self._collected = {}
+        try:
+            launch()
+        finally:
+            found, self._collected = tuple(self._collected), None
+        return found
 
     def address(self, array: AnyArray) -> int:
         key = int(array.ctypes.data), array.nbytes
@@ -147,6 +162,9 @@ class Gpu:
         return made
 
     def launch(self, calls: Sequence[Call]) -> None:
+        if self._collected is not None:
+            self._collected.update((call.kernel, None) for call in calls)
+            return
         if self.feed.pending:
             assert not self._capturing, "what a step sends is sent before a capture begins"
             self.feed.flush()
