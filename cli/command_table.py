@@ -22,6 +22,7 @@ _MODULES = {  # in the order of `--help`
     "bench compare": "bench_compare",
     "bench cache-sim": "bench_cache_sim",
     "bench scheduler": "bench_scheduler",
+    "bench soak": "bench_soak",
     "serve": "serve",
     "plan": "plan",
     "doctor": "doctor",

@@ -22,7 +22,7 @@ from .foreign import why_not
 
 SECTIONS = ("engine", "scheduler", "cache", "server")
 _OBJECTS = ("speculative-config", "rope-scaling", "hf-overrides")  # their values are JSON objects; YAML may spell them
-_PAIRS = ("tenant-weights",)  # theirs are names with values, which YAML may spell out too
+_PAIRS = ("tenant-weights", "max-queue-per-tenant")  # theirs are names with values, which YAML may spell out too
 _OTHER_NAMES = {"policy": "scheduling-policy", "max-context-len": "max-model-len"}
 _NOT_FROM_FILE = ("config", "help", "model", "print-command")
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..kernels.errors import UsageError
+from .api.admission import TenantLimits
 from .api.settings import ServeSettings
 from .expand import Built
 from .options import parse_count
@@ -53,6 +54,14 @@ def serve_settings(
             help="Sequences that may wait besides those that run; more get 429.",
         ),
     ] = _DEFAULT.max_queue,
+    max_queue_per_tenant: Annotated[
+        str,
+        typer.Option(
+            "--max-queue-per-tenant",
+            metavar="N,NAME=N,...",
+            help="How many of them may be one tenant's, or that of a name in the request log; more get 429. 0: all.",
+        ),
+    ] = "",
     shutdown_timeout: Annotated[
         float,
         typer.Option("--shutdown-timeout", metavar="SECONDS", help="How long SIGTERM lets open requests go on."),
@@ -108,6 +117,7 @@ def serve_settings(
         ssl_keyfile=ssl_keyfile,
         ssl_certfile=ssl_certfile,
         max_queue=max_queue,
+        tenant_queues=parse_tenant_limits(max_queue_per_tenant),
         shutdown_timeout_s=shutdown_timeout,
         stuck_after_s=stuck_after,
         log_requests=log_requests,
@@ -184,6 +194,30 @@ def model_claims(
             "prompts are always cut into chunks", "raise `--max-num-batched-tokens` to have each prompt in one step"
         )
     return ModelClaims(tokenizer, revision)
+
+
+def parse_tenant_limits(text: str) -> TenantLimits:
+    """The limits that `8,alice=32` gives: one for all tenants, and others for those that are named."""
+    others: int | None = None
+    named: dict[str, int] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, count = (piece.strip() for piece in part.rpartition("="))
+        try:
+            limit = parse_count(count)
+        except typer.BadParameter as error:
+            raise UsageError(
+                f"`{part}` in --max-queue-per-tenant is no count, nor a name with one", "write it as 8,alice=32"
+            ) from error
+        if name in named or (not name and others is not None):
+            raise UsageError(
+                f"--max-queue-per-tenant gives {f'tenant `{name}`' if name else 'all tenants'} two limits",
+                "give one of them",
+            )
+        if name:
+            named[name] = limit
+        else:
+            others = limit
+    return TenantLimits(others or 0, named)
 
 
 def _template(file: str) -> str:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
+from ..kernels.device import give_back_freed_memory
 from ..kernels.errors import CapacityError
 from .audit import AuditedEngine
-from .budget import MemoryBudget, blocks_for
+from .budget import MemoryBudget
 from .config import EngineConfig, environment
 from .drafting import draft_config, make_proposer
 from .engine import Core, Engine, StepRunner
+from .load.disk import check_swap_room
 from .load.hub import resolve as resolve_source
 from .load.model import Model, open_model
 from .load.progress import Progress
 from .load.vocabulary import Vocabulary, check_same_vocabulary
 from .messages import EngineInfo
 from .plan import Plan, resolve
+from .pools import blocks_for
 from .runner.golden import check_golden
 from .runner.probe import try_bits
 from .runner.runner import RecordingRunner, Runner
@@ -71,6 +75,8 @@ def assemble(
     plan, budget = resolve(config, model, draft)
     log.info("plan: %s", plan)
     log.info("memory: %s", budget)
+    if plan.tier_blocks:  # before anything is built
+        check_swap_room(Path(plan.tier_folder), budget.tier_bytes)
     try:
         runner = Runner(model, plan)
     except (MemoryError, OSError) as error:
@@ -85,7 +91,9 @@ def assemble(
     engine: Core = Engine(Scheduler(scheduler_config(plan, epoch), proposer), driven, plan.async_depth)
     if config.cache_audit:
         engine = AuditedEngine(engine, config.cache_audit)
-    return engine, _info(model, plan, epoch, same_bits)
+    info = _info(model, plan, epoch, same_bits)
+    give_back_freed_memory()
+    return engine, info
 
 
 def scheduler_config(plan: Plan, epoch: int) -> SchedulerConfig:

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..kernels.errors import CapacityError, UsageError
+from ..kernels.errors import CapacityError, LlmctlError, UsageError
 from ..kernels.formats import KVFormat
-from ..kernels.ops import PANEL, latent_row_bytes
 from .config import NO_SPECULATION, EngineConfig
 from .kv_groups import KVGroup, kv_groups, kv_layer_bytes
 from .models.arch import DecoderSpec
+from .pools import Pools, blocks_for
 from .shortage import Demand
 from .sizes import format_bytes
+from .workspace import steering_bytes, workspace_bytes
 
 # The KV pool takes this share of what weights and workspace leave, unless all sequences need less or one needs more. A
 # CPU's memory is everybody's: a pool of most of it, as on a GPU, would push other programs into swap.
@@ -29,6 +30,8 @@ POOL_SHARE = 4
 # Python, the tokenizer and the mapped libraries, and what the rest of the machine may ask for meanwhile.
 MIN_RESERVE = 256 << 20
 RESERVE_SHARE = 20
+
+MOST_PERCENT = 95  # of the memory that an engine should be told to take
 
 SLIDING_WINDOW = "sliding_window"  # what vLLM calls the layers with a window
 
@@ -59,7 +62,7 @@ class DraftShare:
 class MemoryBudget:
     """How `available` bytes are shared out.
 
-    workspace   activations of one step, logits, rope tables and what is kept per sequence
+    workspace   activations of one step, logits, rope tables, what is kept per sequence and the kernels' own memory
     reserve     left alone
     kv_format   the kind of KVFormat
     kv_formats  the kind of each layer; `kv_format` where --kv-cache-dtype-skip-layers does not keep one as it is
@@ -143,11 +146,6 @@ class MemoryBudget:
         return own + blocks_for(length, self.block_size) * self.block_size * self._beside
 
 
-def blocks_for(length: int, block_size: int) -> int:
-    """Blocks that hold `length` tokens."""
-    return -(-length // block_size)
-
-
 def choose_kv_format(config: EngineConfig, weight_formats: Sequence[str], latent: bool = False) -> KVFormat:
     """How K and V are stored: as asked, else float32 if all weights are, else int16.
 
@@ -217,50 +215,169 @@ def memory_budget(
     their own if `split_windows`. Raises CapacityError if that does not fit, UsageError if the size of the pool is given
     twice.
     """
-    length = config.max_model_len or spec.context_length
-    if length > spec.context_length:
-        raise CapacityError(
-            f"--max-model-len is {length}, the model's context is {spec.context_length} tokens",
-            f"use at most `--max-model-len {spec.context_length}`, or stretch the context with `--rope-scaling`",
+    asked = _Asked(spec, weight_bytes, tuple(weight_formats), available_bytes, draft, split_windows)
+    sizes = asked.sized(config)
+    if sizes.room <= 0:
+        raise sizes.refused(
+            f"needs {format_bytes(sizes.weights)} for weights, {format_bytes(sizes.workspace)} for activations and "
+            f"{format_bytes(sizes.reserve)} in reserve, {format_bytes(available_bytes)} are available",
+            [
+                *asked.larger_share(config),
+                asked.smaller_steps(config)
+                or f"free at least {format_bytes(1 - sizes.room)} of memory, or choose a model with smaller weights",
+            ],
         )
-    share = None if draft is None else _draft_share(draft, config, length)
-    weight_bytes += 0 if share is None else share.weights
-    beside = 0 if share is None else share.workspace
-    workspace = workspace_bytes(spec, config, length) + beside
-    reserve = _reserve(config, available_bytes)
-    room = available_bytes - weight_bytes - workspace - reserve
-    demand = Demand(available_bytes, weight_bytes, workspace, reserve, config.gpu_memory_utilization)
-    if room <= 0:
-        raise demand.refused(
-            f"needs {format_bytes(weight_bytes)} for weights, {format_bytes(workspace)} for activations and "
-            f"{format_bytes(reserve)} in reserve, {format_bytes(available_bytes)} are available",
-            _less_workspace(spec, config, length, available_bytes - weight_bytes - beside - reserve)
-            or f"free at least {format_bytes(1 - room)} of memory, or choose a model with smaller weights",
-        )
-    kv = choose_kv_format(config, weight_formats, spec.latent is not None)
-    formats = kv_format_of_layers(spec, config, weight_formats)
-    _check_latents(spec, formats, config, "this model")
-    groups = kv_groups(spec, formats, length, config.block_size, split_windows)
-    pools = Pools(groups, length, config, 0 if share is None else share.kv_bytes_per_token)
-    num_blocks = _pool_blocks(config, length, room, pools, kv, demand)
-    tier_blocks, windows = _tier_blocks(config, groups, length)
+    groups = sizes.pools.sized(_pool_blocks(config, asked, sizes))
+    tier_blocks, windows = _tier_blocks(config, groups, sizes.length)
     return MemoryBudget(
         available=available_bytes,
-        weights=weight_bytes,
-        workspace=workspace,
-        reserve=reserve,
-        kv_format=kv.kind,
+        weights=sizes.weights,
+        workspace=sizes.workspace,
+        reserve=sizes.reserve,
+        kv_format=sizes.kv.kind,
         groups=tuple(
             msgspec.structs.replace(group, tier_blocks=count)
-            for group, count in zip(pools.sized(num_blocks), (0, *windows), strict=True)
+            for group, count in zip(groups, (0, *windows), strict=True)
         ),
-        step_blocks=pools.step_blocks,
+        step_blocks=sizes.pools.step_blocks,
         block_size=config.block_size,
-        max_model_len=length,
-        kv_formats=tuple(form.kind for form in formats),
+        max_model_len=sizes.length,
+        kv_formats=tuple(form.kind for form in sizes.formats),
         tier_blocks=tier_blocks,
-        draft=share,
+        draft=sizes.share,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What some options make of the memory, before the KV pool has its size; `room` is what is left for it."""
+
+    length: int
+    available: int
+    weights: int
+    workspace: int
+    reserve: int
+    kv: KVFormat
+    formats: tuple[KVFormat, ...]
+    pools: Pools
+    share: DraftShare | None
+    utilization: float
+
+    @property
+    def room(self) -> int:
+        return self.available - self.weights - self.workspace - self.reserve
+
+    def refused(self, message: str, hints: Sequence[str], kv: int = 0) -> CapacityError:
+        """The error with these figures; `kv` are the bytes of a KV cache that does not fit."""
+        demand = Demand(self.available, self.weights, self.workspace, self.reserve, self.utilization)
+        return demand.refused(message, ", or ".join(filter(None, hints)), kv)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A model on a machine, to be sized under one set of options or another: hints name what was tried."""
+
+    spec: DecoderSpec
+    weight_bytes: int
+    weight_formats: tuple[str, ...]
+    available: int
+    draft: ModelSize | None
+    split_windows: bool
+
+    def sized(self, config: EngineConfig) -> _Sizes:
+        """The sizes under these options. CapacityError for a length that the model does not have."""
+        spec = self.spec
+        length = config.max_model_len or spec.context_length
+        if length > spec.context_length:
+            raise CapacityError(
+                f"--max-model-len is {length}, the model's context is {spec.context_length} tokens",
+                f"use at most `--max-model-len {spec.context_length}`, or stretch the context with `--rope-scaling`",
+            )
+        share = None if self.draft is None else _draft_share(self.draft, config, length)
+        formats = kv_format_of_layers(spec, config, self.weight_formats)
+        _check_latents(spec, formats, config, "this model")
+        groups = kv_groups(spec, formats, length, config.block_size, self.split_windows)
+        workspace = workspace_bytes(spec, config, length) + steering_bytes(spec, formats)
+        return _Sizes(
+            length=length,
+            available=self.available,
+            weights=self.weight_bytes + (0 if share is None else share.weights),
+            workspace=workspace + (0 if share is None else share.workspace),
+            reserve=_reserve(config, self.available),
+            kv=choose_kv_format(config, self.weight_formats, spec.latent is not None),
+            formats=formats,
+            pools=Pools(groups, length, config, 0 if share is None else share.kv_bytes_per_token),
+            share=share,
+            utilization=config.gpu_memory_utilization,
+        )
+
+    def fits(self, config: EngineConfig) -> bool:
+        """Whether there is a budget under these options."""
+        try:
+            sizes = self.sized(config)
+        except LlmctlError:
+            return False
+        pools, given = sizes.pools, _given_blocks(config, sizes.pools)
+        blocks = pools.one if given is None else given
+        return sizes.room > 0 and blocks >= pools.one and pools.bytes(blocks) <= sizes.room
+
+    def longest(self, config: EngineConfig, *, with_pool: bool = False) -> int:
+        """Blocks of the longest `max_model_len` below what is asked that fits; `with_pool` in as many blocks."""
+        size = config.block_size
+
+        def shorter(blocks: int) -> EngineConfig:
+            found = msgspec.structs.replace(config, max_model_len=blocks * size)
+            if with_pool:
+                found = msgspec.structs.replace(found, num_gpu_blocks_override=blocks, kv_cache_memory_bytes=0)
+            return found
+
+        low, high = 0, blocks_for(config.max_model_len or self.spec.context_length, size)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.fits(shorter(middle)) else (low, middle)
+        return low
+
+    def shorter(self, config: EngineConfig, sizes: _Sizes) -> list[str]:
+        """The smallest changes after each of which one sequence fits."""
+        longest = self.longest(config)
+        hints = [f"use `--max-model-len {longest * config.block_size}`"] if longest else []
+        for name in ("float16", "fp8"):
+            smaller = msgspec.structs.replace(config, kv_cache_dtype=name)
+            narrower = choose_kv_format(smaller, ()).bytes_per_value < sizes.kv.bytes_per_value
+            if narrower and self.fits(smaller):
+                needed = self.sized(smaller).pools.bytes(sizes.pools.one)
+                hints.append(f"use `--kv-cache-dtype {name}`, which needs {format_bytes(needed)}")
+                break
+        return hints or ["free memory, or choose a smaller model"]
+
+    def smaller_pool(self, config: EngineConfig) -> list[str]:
+        """The largest pool that one sequence fills and that fits, where the one asked for does not."""
+        blocks = self.longest(config, with_pool=True)
+        length = blocks * config.block_size
+        said = f"use `--num-gpu-blocks-override {blocks}` and `--max-model-len {length}`"
+        return [said if blocks else "free memory, or choose a smaller model"]
+
+    def smaller_steps(self, config: EngineConfig) -> str:
+        """The step size with which all fits, or one sequence of a length that is named; "" if there is none."""
+        tokens, short = config.max_num_batched_tokens, ""
+        while tokens > 1:
+            tokens //= 2
+            smaller = msgspec.structs.replace(config, max_num_batched_tokens=tokens)
+            if self.fits(smaller):
+                return f"use `--max-num-batched-tokens {tokens}`"
+            if not short and (blocks := self.longest(smaller)):
+                length = blocks * config.block_size
+                short = f"use `--max-num-batched-tokens {tokens}` and `--max-model-len {length}`"
+        return short
+
+    def larger_share(self, config: EngineConfig) -> list[str]:
+        """The share of the memory with which all fits, where the one that is given does not."""
+        for percent in range(math.ceil(100 * config.gpu_memory_utilization + 1e-9), MOST_PERCENT + 1):
+            if config.gpu_memory_utilization and self.fits(
+                msgspec.structs.replace(config, gpu_memory_utilization=percent / 100)
+            ):
+                return [f"use `--gpu-memory-utilization {percent / 100:g}`"]
+        return []
 
 
 def _tier_blocks(config: EngineConfig, groups: Sequence[KVGroup], length: int) -> tuple[int, tuple[int, ...]]:
@@ -269,10 +386,9 @@ def _tier_blocks(config: EngineConfig, groups: Sequence[KVGroup], length: int) -
     Of those as many as sequences of a typical length, a quarter of the longest, hold beside the first. UsageError if
     it takes none.
     """
-    typical = blocks_for(-(-length // 4), config.block_size)
-    shares = [group.blocks_of(-(-length // 4), config.block_size) / typical for group in groups[1:]]
-    per_token = [group.bytes_per_token for group in groups]
-    block = sum(size * share for size, share in zip(per_token, (1.0, *shares))) * config.block_size
+    typical = -(-length // 4)
+    own = [group.blocks_of(typical, config.block_size) / blocks_for(typical, config.block_size) for group in groups]
+    block = sum(group.bytes_per_token * share for group, share in zip(groups, own)) * config.block_size
     blocks = int(config.swap_space * (1 << 30) / max(block, 1))
     if config.swap_space and not blocks:
         raise UsageError(
@@ -280,7 +396,7 @@ def _tier_blocks(config: EngineConfig, groups: Sequence[KVGroup], length: int) -
             f"tokens has {format_bytes(math.ceil(block))}",
             "give it at least some hundred blocks, or use `--swap-space 0`",
         )
-    return blocks, tuple(int(blocks * share) for share in shares)
+    return blocks, tuple(int(blocks * share) for share in own[1:])
 
 
 def _draft_share(draft: ModelSize, config: EngineConfig, length: int) -> DraftShare:
@@ -305,142 +421,50 @@ def _reserve(config: EngineConfig, available_bytes: int) -> int:
     return max(MIN_RESERVE, available_bytes // RESERVE_SHARE)
 
 
-def workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int) -> int:
-    """Bytes of the buffers that a step computes in, and of what is kept for each of `max_num_seqs` sequences.
-
-    Per row: float32 values, and for what a linear reads also a quantized form (at most 16 bits a value, and a scale and
-    a sum for every 32). Per sequence: a row of logits, its tokens and its block table.
-    """
-    query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    read = 2 * spec.hidden_size + query + spec.ffn_size
-    written = (2 if spec.sandwich_norms else 1) * spec.hidden_size + query + 2 * key + 2 * spec.ffn_size
-    row = read * (4 + 2) + read // 32 * (4 + 4) + written * 4
-    if spec.latent is not None:
-        row += latent_row_bytes(spec.num_heads, spec.latent.kv_rank + spec.latent.rope_dim)
-    logits = -(-spec.vocab_size // PANEL) * PANEL
-    sequence = 4 * (length + blocks_for(length, config.block_size))
-    rope = (1 if spec.rope_local is None else 2) * length * spec.head_dim * 4
-    per_sequence = config.max_num_seqs * sequence + config.max_logit_rows * 4 * logits
-    return config.max_num_batched_tokens * row + per_sequence + rope
+def _given_blocks(config: EngineConfig, pools: Pools) -> int | None:
+    """The blocks of the first group that the user asked for, in blocks or bytes; None: chosen here."""
+    if config.num_gpu_blocks_override:
+        return config.num_gpu_blocks_override
+    return pools.fitting(config.kv_cache_memory_bytes) if config.kv_cache_memory_bytes else None
 
 
-class Pools:
-    """How the pools of all groups grow together, by the blocks of the first.
-
-    Where there is one sequence's worth of it, the others have what that sequence needs while it is prefilled. From
-    twice that on they have what sequences of a typical length, a quarter of the longest, hold beside it, so that all
-    groups run out at once; and never more than all sequences need.
-    """
-
-    def __init__(self, groups: tuple[KVGroup, ...], length: int, config: EngineConfig, beside: int = 0) -> None:
-        """`beside` are the bytes of a token that another model keeps in blocks of the first group's numbers."""
-        self._groups = groups
-        self._beside = beside
-        self._block_size = config.block_size
-        self.one = blocks_for(length, config.block_size)
-        self.most = config.max_num_seqs * self.one
-        self.step_blocks = blocks_for(config.max_num_batched_tokens * config.async_depth, config.block_size)
-        self._typical = blocks_for(-(-length // 4), config.block_size)
-        self._limits = tuple(
-            (
-                group.blocks_of(length // 4, config.block_size),
-                min(self.one, group.blocks_of(length, config.block_size) + self.step_blocks),
-                config.max_num_seqs * group.blocks_of(length, config.block_size) + self.step_blocks,
-            )
-            for group in groups[1:]
-        )
-
-    def sized(self, num_blocks: int) -> tuple[KVGroup, ...]:
-        """All groups, the first with so many blocks."""
-        beyond = max(0, num_blocks - self.one)
-        rest = [
-            min(
-                max(least, -(-num_blocks * share // self._typical)),
-                least + -(-2 * beyond * share // self._typical),
-                max(least, num_blocks),
-                most,
-            )
-            for share, least, most in self._limits
-        ]
-        return tuple(
-            msgspec.structs.replace(group, num_blocks=count)
-            for group, count in zip(self._groups, (num_blocks, *rest), strict=True)
-        )
-
-    def bytes(self, num_blocks: int) -> int:
-        """What they take then."""
-        own = sum(each.num_blocks * each.bytes_per_token for each in self.sized(num_blocks))
-        return (own + num_blocks * self._beside) * self._block_size
-
-    def fitting(self, room: int) -> int:
-        """The most blocks of the first group with which all fit into so many bytes; 0 if none do."""
-        if not self._groups[0].bytes_per_token + self._beside and self.bytes(self.most) <= room:
-            return self.most
-        low, high = 0, 1 << 40
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.bytes(middle) <= room else (low, middle)
-        return low
-
-
-def _pool_blocks(config: EngineConfig, length: int, room: int, pools: Pools, kv: KVFormat, demand: Demand) -> int:
+def _pool_blocks(config: EngineConfig, asked: _Asked, sizes: _Sizes) -> int:
     """KV blocks of the first group, checked against the room for all pools and the length of one sequence."""
-    one = pools.one
-    most = pools.fitting(room)
-    sizes = {
+    pools, room = sizes.pools, sizes.room
+    one, most = pools.one, pools.fitting(room)
+    named = {
         "--num-gpu-blocks-override": config.num_gpu_blocks_override,
         "--kv-cache-memory-bytes": config.kv_cache_memory_bytes,
         "--gpu-memory-utilization": config.gpu_memory_utilization,
     }
-    given = [
-        f"{name} {size:g}" if isinstance(size, float) else f"{name} {size}" for name, size in sizes.items() if size
-    ]
-    if len(given) > 1:
-        raise UsageError(f"{' and '.join(given)} both size the KV cache", "give one of them")
-    asked = config.num_gpu_blocks_override or pools.fitting(config.kv_cache_memory_bytes)
-    if config.num_gpu_blocks_override or config.kv_cache_memory_bytes:
-        if asked < one:
-            needed = pools.bytes(one)
-            hint = f"use at least {one} blocks, which is {format_bytes(needed)} ({needed} bytes)"
-            raise CapacityError(
-                f"a KV cache of {asked} blocks holds {asked * config.block_size} tokens, "
-                f"one sequence may have {length}",
-                hint + (f", or `--max-model-len {asked * config.block_size}`" if asked else ""),
+    both = [f"{name} {size:g}" if isinstance(size, float) else f"{name} {size}" for name, size in named.items() if size]
+    if len(both) > 1:
+        raise UsageError(f"{' and '.join(both)} both size the KV cache", "give one of them")
+    given = _given_blocks(config, pools)
+    if given is None:
+        if one > most:
+            raise sizes.refused(
+                f"one sequence of {sizes.length} tokens needs {format_bytes(pools.bytes(one))} of KV cache, "
+                f"{format_bytes(room)} are free",
+                [*asked.larger_share(config), *asked.shorter(config, sizes)],
+                pools.bytes(one),
             )
-        if pools.bytes(asked) > room:
-            raise demand.refused(
-                f"a KV cache of {asked} blocks needs {format_bytes(pools.bytes(asked))}, {format_bytes(room)} are free",
-                f"{most} blocks fit" if most >= one else _shorter(config, most, room, pools.bytes(one), kv),
-                pools.bytes(asked),
-            )
-        return asked
-    if one > most:
-        raise demand.refused(
-            f"one sequence of {length} tokens needs {format_bytes(pools.bytes(one))} of KV cache, "
-            f"{format_bytes(room)} are free",
-            _shorter(config, most, room, pools.bytes(one), kv),
-            pools.bytes(one),
+        return max(one, min(pools.most, most if config.gpu_memory_utilization else pools.fitting(room // POOL_SHARE)))
+    if given < one:
+        needed, longest = pools.bytes(one), asked.longest(config)
+        hints = [
+            f"use at least {one} blocks, which is {format_bytes(needed)} ({needed} bytes)" if needed <= room else "",
+            f"`--max-model-len {longest * config.block_size}`" if longest else "",
+        ]
+        raise CapacityError(
+            f"a KV cache of {given} blocks holds {given * config.block_size} tokens, "
+            f"one sequence may have {sizes.length}",
+            ", or ".join(filter(None, hints)) or asked.smaller_pool(config)[0],
         )
-    return max(one, min(pools.most, most if config.gpu_memory_utilization else pools.fitting(room // POOL_SHARE)))
-
-
-def _shorter(config: EngineConfig, most: int, room: int, needed: int, kv: KVFormat) -> str:
-    """The smallest change after which one sequence, which needs so many bytes, fits."""
-    hints = [f"use `--max-model-len {most * config.block_size}`"] if most else []
-    for name, smaller in (("float16", KVFormat("f16")), ("fp8", KVFormat("fp8_e4m3"))):
-        times = kv.bytes_per_value // smaller.bytes_per_value
-        if times > 1 and needed // times <= room:
-            hints.append(f"use `--kv-cache-dtype {name}`, which needs {format_bytes(needed // times)}")
-            break
-    return ", or ".join(hints) or "free memory, or choose a smaller model"
-
-
-def _less_workspace(spec: DecoderSpec, config: EngineConfig, length: int, room: int) -> str:
-    """The step size at which the workspace leaves some room; "" if none does or weights alone are too large."""
-    tokens = config.max_num_batched_tokens
-    while tokens > 1:
-        tokens //= 2
-        smaller = msgspec.structs.replace(config, max_num_batched_tokens=tokens)
-        if workspace_bytes(spec, smaller, length) < room:
-            return f"use `--max-num-batched-tokens {tokens}`"
-    return ""
+    if pools.bytes(given) > room:
+        raise sizes.refused(
+            f"a KV cache of {given} blocks needs {format_bytes(pools.bytes(given))}, {format_bytes(room)} are free",
+            [f"{most} blocks fit"] if most >= one else asked.smaller_pool(config),
+            pools.bytes(given),
+        )
+    return given

@@ -93,10 +93,13 @@ class LLM:
         kv_cache_memory_bytes: int = 0,
         gpu_memory_utilization: float = 0.0,
         enable_prefix_caching: bool = True,
+        cache_eviction: str = "lru-k",
+        cache_eviction_k: int = 2,
         cache_audit: float = 0.0,
         swap_space: float = 0.0,
         preemption_mode: str = "auto",
         scheduling_policy: str = "hybrid",
+        tenant_weights: Mapping[str, float] | None = None,
         itl_target_ms: float = 0.0,
         max_prefill_tokens_beside_decode: int = 0,
         threads: int = 0,
@@ -124,10 +127,13 @@ class LLM:
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
+            cache_eviction=cache_eviction,
+            cache_eviction_k=cache_eviction_k,
             cache_audit=cache_audit,
             swap_space=swap_space,
             preemption_mode=preemption_mode,
             scheduling_policy=scheduling_policy,
+            tenant_weights=_weights(tenant_weights),
             itl_target_ms=itl_target_ms,
             max_prefill_tokens_beside_decode=max_prefill_tokens_beside_decode,
             threads=threads,
@@ -144,16 +150,20 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
+        *,
+        tenant: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Complete the prompts (texts or token ids), all at once through the engine's batch; in their order.
 
-        One SamplingParams serves all prompts, a sequence of them goes prompt by prompt. Raises UsageError or
-        CapacityError before anything runs if one of the requests cannot work. No prompts give no results. `use_tqdm`
-        shows on stderr how many are done.
+        One SamplingParams serves all prompts, a sequence of them goes prompt by prompt; so does `tenant`, whose share
+        of the engine a prompt takes (`tenant_weights`). Raises UsageError or CapacityError before anything runs if one
+        of the requests cannot work. No prompts give no results. `use_tqdm` shows on stderr how many are done.
         """
         texts = _prompts(prompts)
         params = _per_prompt(sampling_params, len(texts))
-        requests = [self.frontend.request(text, one) for text, one in zip(texts, params, strict=True)]
+        whose = _tenants(tenant, len(texts))
+        each = zip(texts, params, whose, strict=True)
+        requests = [self.frontend.request(text, one, tenant=name) for text, one, name in each]
         names = [text if isinstance(text, str) else None for text in texts]
         with ProgressBar(len(requests)) if use_tqdm else nullcontext() as bar:
             return list(self._run(requests, names, bar))
@@ -302,6 +312,24 @@ def _rope_scaling(
         raise UsageError("both rope_scaling and hf_overrides are given", "give one of them")
     either = overrides if given is None else given
     return either if either is None or isinstance(either, RopeScaling) else RopeScaling.read(dict(either))
+
+
+def _weights(given: Mapping[str, float] | None) -> dict[str, float]:
+    """The weights of tenants, whole numbers too; UsageError for what is no mapping of names to numbers."""
+    if given is not None and not isinstance(given, Mapping):
+        raise UsageError(f"tenant_weights is {_shown(given)}", "write it as {'alice': 3, 'bob': 1}")
+    return dict(given or {})
+
+
+def _tenants(given: str | Sequence[str], count: int) -> list[str]:
+    """Whose share each of the prompts is."""
+    if isinstance(given, str):
+        return [given] * count
+    if not isinstance(given, Sequence) or not all(isinstance(name, str) for name in given):
+        raise UsageError(f"tenant is {_shown(given)}", "give one name for all prompts, or one per prompt")
+    if len(given) != count:
+        raise UsageError(f"{count} prompts but {len(given)} tenants", "give one for all, or one per prompt")
+    return list(given)
 
 
 def _speculation(given: SpeculativeConfig | dict[str, str | int] | None) -> SpeculativeConfig:

@@ -13,10 +13,10 @@ import numpy as np
 
 from ..kernels.errors import CapacityError, UsageError
 from ..kernels.ops import F32Array
-from .budget import blocks_for
 from .config import NO_SPECULATION, EngineConfig
 from .load.packed import PackedModel
 from .plan import resolve
+from .pools import blocks_for
 from .runner.runner import Runner
 from .schedule.step import Admit, Chunk, SlotSampling, Step, TableDelta
 

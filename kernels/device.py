@@ -7,6 +7,7 @@ from /proc and /sys, so that neither torch nor our extension has to be loaded to
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 from collections.abc import Iterator
@@ -63,6 +64,16 @@ def read_machine(root: Path = Path("/")) -> Machine:
 def default_threads() -> int:
     """How many threads compute when nobody says: one per physical core that we may use."""
     return read_machine().physical_cores
+
+
+def give_back_freed_memory() -> None:
+    """Return to the system what this process has freed and its allocator keeps, where the allocator can (glibc's).
+
+    Loading takes memory in large pieces, and what is allocated for good lies between those that are freed.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _capped(count: int, quota: float | None) -> int:

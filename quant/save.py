@@ -5,9 +5,11 @@ Tensors that are not quantized are stored in float16, as that layout has it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import os
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ..kernels.errors import CheckpointError, UnsupportedModel
@@ -15,9 +17,10 @@ from ..kernels.formats import WeightFormat
 from .calibrate import QuantizedBlock
 from .card import CARD_NAME
 from .formats import awq
+from .formats.safetensors import open_files
 from .formats.safetensors_write import SHARD_BYTES, PlannedTensor, SafetensorsWriter
 from .scheme import module_format, quantized_linears
-from .staging import write_file, write_json
+from .staging import disk_errors, write_file, write_json
 
 _TEXT_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
@@ -31,6 +34,7 @@ class AwqWriter:
     shapes    of the original checkpoint's tensors, by Hugging Face name
     linears   the modules that are quantized
     format    of the whole model, group -1 for one group per output
+    scales    names of scales of the KV cache, which are measured on what is written and filled in by `fill_scales`
     """
 
     def __init__(
@@ -40,10 +44,11 @@ class AwqWriter:
         linears: Collection[str],
         format: WeightFormat,
         shard_bytes: int = SHARD_BYTES,
+        scales: Sequence[str] = (),
     ) -> None:
-        self._folder, self._format = folder, format
+        self._folder, self._format, self._scales = folder, format, scales
         self._skipped = sorted(quantized_linears(shapes).keys() - set(linears))
-        self._files = SafetensorsWriter(folder, plan_awq(shapes, linears, format), shard_bytes)
+        self._files = SafetensorsWriter(folder, plan_awq(shapes, linears, format, scales), shard_bytes)
 
     def add_block(self, prefix: str, block: QuantizedBlock) -> None:
         """One quantized block; `prefix` is `model.layers.0.`."""
@@ -62,6 +67,8 @@ class AwqWriter:
 
     def finish(self, config: Mapping[str, object], files: Mapping[str, bytes]) -> None:
         """Write `config.json` with its `quantization_config`, and the other files (tokenizer and the like) as given."""
+        for name in self._scales:
+            self._files.write(name, np.zeros(1, np.float32))  # which every reader takes for no scale at all
         self._files.finish()
         own = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
         own |= {"torch_dtype": "float16", "quantization_config": awq.config_of(self._format.group, self._skipped)}
@@ -75,7 +82,7 @@ class AwqWriter:
 
 
 def plan_awq(
-    shapes: Mapping[str, tuple[int, ...]], linears: Collection[str], format: WeightFormat
+    shapes: Mapping[str, tuple[int, ...]], linears: Collection[str], format: WeightFormat, scales: Sequence[str] = ()
 ) -> tuple[PlannedTensor, ...]:
     """Every tensor of the AWQ checkpoint made from a checkpoint of these shapes.
 
@@ -96,7 +103,18 @@ def plan_awq(
             PlannedTensor(f"{module}.qzeros", "I32", (groups, n // 8)),
             PlannedTensor(f"{module}.scales", "F16", (groups, n)),
         ]
-    return tuple(plan)
+    return (*plan, *(PlannedTensor(name, "F32", (1,)) for name in scales))
+
+
+def fill_scales(folder: Path, scales: Mapping[str, float]) -> None:
+    """Put the values of an AwqWriter's `scales` into their places, in a folder that nobody reads yet."""
+    files = open_files(folder)
+    for name, value in scales.items():
+        tensor = files.tensors[name]
+        with disk_errors(folder), tensor.path.open("r+b") as file:
+            file.seek(tensor.offset)
+            file.write(np.float32(value).tobytes())
+            os.fsync(file.fileno())
 
 
 def text_files(folder: Path) -> dict[str, bytes]:

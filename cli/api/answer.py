@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from ...engine.frontend import Frontend, TextDelta
 from ...engine.request import FinishReason, Request, TokenLogprobs
 from ...kernels.errors import LlmctlError
+from .admission import Place
 from .deltas import Deltas, opened
 from .errors import ApiError, bug, of_llmctl
 from .journal import Record
@@ -96,7 +97,7 @@ class Answer(Response):
             engine = service.ready()
             frontend = engine.frontend
             await self._let_others_leave()
-            with service.admission.admit(job.sequences, job.max_wait_s):
+            with service.admission.admit(job.sequences, job.max_wait_s, record.tenant) as place:
                 requests = await asyncio.to_thread(job.prepare, frontend)
                 if leaving.done():  # while we were encoding, and it has not been our turn to be cancelled yet
                     raise asyncio.CancelledError
@@ -104,14 +105,16 @@ class Answer(Response):
                 shape = job.shape(frontend, requests)
                 with opened(frontend, engine.mailbox, requests) as deltas:
                     if job.stream:
-                        await self._stream(deltas, shape, tally, events)
+                        await self._stream(deltas, shape, place, tally, events)
                     else:
-                        body = await self._whole(deltas, shape, tally)
+                        body = await self._whole(deltas, shape, place, tally)
                         await Response(body, media_type="application/json")(scope, receive, send)
                 record.answered()
         except Exception as error:  # whatever it is, the client gets an answer
             answer = service.explained(self._api_error(error))
             record.error = answer.code or answer.message
+            if answer.status == 429 and answer.code:
+                service.metrics.refused(answer.code)
             if events.begun:
                 await events.fail(answer)
             else:
@@ -120,7 +123,7 @@ class Answer(Response):
     async def _let_others_leave(self) -> None:
         """Before a queue is called full: let the loop hear of clients that have left it meanwhile."""
         for _ in range(MORE_TURNS):
-            if self._service.admission.has_room(self._job.sequences):
+            if self._service.admission.has_room(self._job.sequences, self._record.tenant):
                 break
             await asyncio.sleep(0)
 
@@ -132,7 +135,7 @@ class Answer(Response):
         log.error("request %s failed", self._record.id, exc_info=error)
         return bug(error)
 
-    async def _stream(self, deltas: Deltas, shape: Shape, tally: Tally, events: EventStream) -> None:
+    async def _stream(self, deltas: Deltas, shape: Shape, place: Place, tally: Tally, events: EventStream) -> None:
         gathered = [_Gathered() for _ in range(self._job.sequences)]
         opened_choices: set[int] = set()
         of_prompts: dict[int, tuple[TokenLogprobs, ...]] = {}  # they come with the first delta of each request
@@ -142,7 +145,7 @@ class Answer(Response):
                 await events.ping()
                 continue
             chunks: list[bytes] = []
-            for choice, delta in self._noted(items, tally):
+            for choice, delta in self._noted(items, place, tally):
                 gathered[choice].add(delta)
                 of_prompt = of_prompts.setdefault(choice // self._job.samples, delta.prompt_logprobs)
                 if choice not in opened_choices:
@@ -160,12 +163,12 @@ class Answer(Response):
             await events.send([shape.totals(tally.usage())])
         await events.done()
 
-    async def _whole(self, deltas: Deltas, shape: Shape, tally: Tally) -> bytes:
+    async def _whole(self, deltas: Deltas, shape: Shape, place: Place, tally: Tally) -> bytes:
         gathered = [_Gathered() for _ in range(self._job.sequences)]
         finishes: dict[int, FinishReason] = {}
         of_prompts: dict[int, tuple[TokenLogprobs, ...]] = {}
         while not deltas.finished:
-            for choice, delta in self._noted(await deltas.next(PING_S), tally):
+            for choice, delta in self._noted(await deltas.next(PING_S), place, tally):
                 gathered[choice].add(delta)
                 of_prompts.setdefault(choice // self._job.samples, delta.prompt_logprobs)
                 if delta.finish is not None:
@@ -176,11 +179,14 @@ class Answer(Response):
         ]
         return shape.whole(choices, tally.usage())
 
-    def _noted(self, items: Sequence[tuple[int, TextDelta]], tally: Tally) -> Iterator[tuple[int, TextDelta]]:
+    def _noted(
+        self, items: Sequence[tuple[int, TextDelta]], place: Place, tally: Tally
+    ) -> Iterator[tuple[int, TextDelta]]:
         """The deltas and the choices they belong to, each after everything that counts has counted it."""
         now = time.monotonic()
         for which, delta in items:
             choice = which * self._job.samples + delta.index
+            place.begin(choice)
             self._record.tokens_came(choice, delta, now)
             tally.add(which, delta)
             yield choice, delta

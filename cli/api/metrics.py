@@ -34,6 +34,7 @@ class Metrics:
             return Histogram(f"llmctl:{name}", text, ("model_name",), registry=self._registry, buckets=tuple(buckets))
 
         self._http = counter("http_requests", "HTTP requests by endpoint and status.", "endpoint", "status")
+        self._refused = counter("requests_refused", "Requests that were told to come later, by why.", "reason")
         self._finished = counter("request_success", "Sequences that ended, by reason.", "finished_reason")
         self._ttft = histogram("time_to_first_token_seconds", "From the request to its first token.", _SLOW)
         self._between_tokens = _TokenLatencies(model)
@@ -41,6 +42,10 @@ class Metrics:
         self._e2e = histogram("e2e_request_latency_seconds", "From the request to the end of its answer.", _SLOW)
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._generated = histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
+
+    def refused(self, reason: str) -> None:
+        """A request was answered with 429."""
+        self._refused.labels(self._model, reason).inc()
 
     def first_token(self, seconds: float) -> None:
         """The first token of a request came."""

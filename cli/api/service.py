@@ -34,7 +34,7 @@ class Service:
     def __init__(self, settings: ServeSettings, max_num_seqs: int) -> None:
         self.settings = settings
         self.created = int(time.time())
-        self.admission = Admission(max_num_seqs, settings.max_queue)
+        self.admission = Admission(max_num_seqs, settings.max_queue, settings.tenant_queues)
         self.metrics = Metrics(settings.names[0])
         self._loading = "starting"
         self._engine: _Engine | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
+from .admission import TenantLimits
+
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
@@ -13,6 +15,7 @@ class ServeSettings:
     names               names of the model that requests may use, at least one once it serves; the first one is shown
     uds                 serve on this Unix socket instead of host and port; "" for none
     max_queue           sequences that may wait besides the `max_num_seqs` that run
+    tenant_queues       how many of one tenant may
     shutdown_timeout_s  how long a SIGTERM waits for open requests
     stuck_after_s       without a step for so long, `/health` fails
     chat_template       used instead of the model's own
@@ -30,6 +33,7 @@ class ServeSettings:
     ssl_keyfile: str = ""
     ssl_certfile: str = ""
     max_queue: int = 1024
+    tenant_queues: TenantLimits = field(default_factory=TenantLimits)
     shutdown_timeout_s: float = 30.0
     stuck_after_s: float = 60.0
     log_requests: bool = True

@@ -12,7 +12,7 @@ from .longtext import Books, read_books
 from .workload import Item, Prompt, Workload
 
 # Short common words: nearly every tokenizer has each of them, with its space, as one token.
-_WORDS = """
+WORDS = """
 the of and to in is was for on that with as be at by this had from or but an they which you one we all her she
 there would their will when who him been has more if no out so what up said its about than into them can only
 other time new some could these two may first then do any like my now over such our man me even most made after
@@ -37,7 +37,7 @@ def synthetic(build: Build) -> Workload:
             continue
         ids = tokenizer.encode(text, add_special=False)
         while len(ids) < prompt:  # a tokenizer that joins words
-            text += " " + " ".join(build.rng.choice(_WORDS) for _ in range(prompt))
+            text += " " + " ".join(build.rng.choice(WORDS) for _ in range(prompt))
             ids = tokenizer.encode(text, add_special=False)
         items.append(Item(build.as_asked(ids[:prompt]), answer))
     return build.workload("sentences of common words", items)
@@ -45,7 +45,7 @@ def synthetic(build: Build) -> Workload:
 
 def sentences(rng: random.Random, count: int) -> str:
     """`count` common words as sentences of twelve."""
-    words = [rng.choice(_WORDS) for _ in range(count)]
+    words = [rng.choice(WORDS) for _ in range(count)]
     return " ".join(_sentences(words))
 
 
@@ -87,7 +87,7 @@ def copies(build: Build) -> Workload:
                 "raise --prompt-tokens above --output-tokens",
             )
         passage = (prompt + answer) // 2
-        words = " ".join(_sentences([build.rng.choice(_WORDS) for _ in range(passage)])).split(" ")
+        words = " ".join(_sentences([build.rng.choice(WORDS) for _ in range(passage)])).split(" ")
         if build.asked.tokenizer is None:
             items.append(Item(build.text_as_asked(" ".join(words + words[: prompt - passage])), answer))
             continue

@@ -49,7 +49,7 @@ def bench(
             _profile(console, config, workload, target, report, profile_context)
         return
     if target.base_url:
-        _refuse_engine_options(config)
+        refuse_engine_options(config)
     from ..bench.run import Options, run
 
     with sigterm_like_ctrl_c(console):
@@ -101,7 +101,7 @@ def _profile(
         show(console, found)
 
 
-def _refuse_engine_options(config: EngineConfig) -> None:
+def refuse_engine_options(config: EngineConfig) -> None:
     """A server was started with options of its own; ours would be ignored."""
     plain = EngineConfig(model=config.model, seed=config.seed)
     changed = [

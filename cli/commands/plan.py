@@ -55,7 +55,7 @@ def plan(context: typer.Context, config: MemoryOptions, json: Json = False) -> N
     beside = None if draft is None else model_size(draft, config)
     budget = memory_budget(spec, size.bytes, tuple(size.formats), config, read_machine().memory_available, beside)
     if budget.tier_blocks:
-        check_swap_room(environment().cache, budget.tier_bytes)
+        check_swap_room(environment().cache / "swap", budget.tier_bytes)
     if json:
         console.json(as_json(source.name, size, budget))
     else:

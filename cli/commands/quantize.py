@@ -79,6 +79,11 @@ def announce(console: Console, work: Work, asked: Asked) -> None:
     if work.is_dequantized:
         formats = ", ".join(work.source_formats)
         console.say(f"the model is quantized already ({formats}): its values are unpacked, and quantized again")
+    if work.stale and not work.scales:
+        console.say(
+            f"{len(work.stale)} scales of the model's KV cache are left out, as they are not for these weights: "
+            "`--kv-cache-scheme fp8` measures new ones"
+        )
 
 
 def show_plan(console: Console, work: Work, asked: Asked, available: int, json: bool) -> None:
@@ -97,6 +102,7 @@ def show_plan(console: Console, work: Work, asked: Asked, available: int, json: 
                 "group_size_asked": asked.scheme.group_size,
                 "group_size": work.format.group,
                 "linears": len(work.linears),
+                "kv_cache_scheme": asked.kv_cache_scheme if work.scales else None,
                 "dequantized_first": work.is_dequantized,
                 "output_bytes": work.output_bytes,
                 "scratch_bytes": work.scratch,

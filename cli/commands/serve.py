@@ -55,12 +55,14 @@ def serve(
 
 
 def _check_tenants(config: EngineConfig, settings: ServeSettings) -> None:
-    """UsageError for the weight of a tenant that there cannot be: with API keys they alone are tenants."""
+    """UsageError for the weight or limit of a tenant that there cannot be: with API keys they alone are tenants."""
     tenants = [tenant_of(key) for key in settings.api_keys]
-    for name in config.tenant_weights:
+    weighed = [("--tenant-weights", name) for name in config.tenant_weights]
+    limited = [("--max-queue-per-tenant", name) for name in settings.tenant_queues.named]
+    for option, name in weighed + limited:
         if tenants and name not in tenants:
             raise UsageError(
-                f"--tenant-weights names `{name}`, but with API keys the keys are the tenants",
+                f"{option} names `{name}`, but with API keys the keys are the tenants",
                 f"the keys given are, in their order: {', '.join(tenants)}",
             )
 

@@ -10,6 +10,7 @@ from ...quant.scheme import METHODS, Scheme
 from .gate import Gate
 
 SAMPLES, SEQLEN, EVAL_TOKENS = 16, 512, 4096
+KV_CACHE_SCHEMES = ("none", "fp8")
 MOST = 1_000_000  # samples or tokens: more is a slip of the hand, and would never end
 MOST_THREADS = 1024  # of an engine, which the result is measured with
 
@@ -21,6 +22,7 @@ class Asked:
     output        the folder to make; None: a name made of the model's and the scheme's, in the current folder
     calib_*       the text that layers are calibrated on, and how much of it
     eval_*        the text that the result is measured on
+    kv_cache_scheme  how the KV cache is stored for which scales are measured: fp8, or none
     fail_if       limits that the result may not exceed
     """
 
@@ -36,6 +38,7 @@ class Asked:
     seed: int
     threads: int
     fail_if: tuple[Gate, ...]
+    kv_cache_scheme: str = "none"
 
     def check(self) -> None:
         """Raise UsageError for the first option that cannot work with any model."""
@@ -48,6 +51,10 @@ class Asked:
         ):
             if value is not None and not least <= value <= most:
                 raise UsageError(f"{name} is {value}, it must be from {least} to {most}")
+        if self.kv_cache_scheme not in KV_CACHE_SCHEMES:
+            raise UsageError(
+                f"--kv-cache-scheme is `{self.kv_cache_scheme}`", f"choose one of: {', '.join(KV_CACHE_SCHEMES)}"
+            )
         if self.scheme.method == "rtn":
             for name, given in (
                 ("--calib-dataset", bool(self.calib_dataset)),

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ...engine.assemble import assemble
 from ...engine.config import NO_SPECULATION, EngineConfig
 from ...engine.engine import Core
@@ -20,10 +22,13 @@ from ...engine.plan import resolve
 from ...engine.process import new_epoch
 from ...engine.request import Request, SamplingParams
 from ...engine.runner.golden import make_golden
+from ...engine.runner.kv_fit import HEADROOM
+from ...engine.runner.layer_watch import LayerWatch
 from ...engine.runner.runner import Runner
 from ...engine.score import Scorer
 from ...kernels.errors import CheckpointError
-from ...kernels.ops import I32Array
+from ...kernels.formats import FP8_LARGEST
+from ...kernels.ops import F32Array, I32Array
 from ...quant.quality import Comparison, compare
 
 _PROMPT, _DECODED, _ROUNDS = 16, 32, 5
@@ -65,6 +70,29 @@ def golden_logits(quantized: PackedModel, prompt: I32Array, threads: int) -> Gol
         quantized,
     )  # fmt: skip
     return make_golden(Runner(quantized, plan), plan, tuple(prompt[:count].tolist()), quantized.spec.vocab_size)
+
+
+def measure_scales(quantized: PackedModel, texts: Sequence[I32Array], threads: int, progress: Progress) -> F32Array:
+    """[layers, 2]: the scales of K and V for an fp8 cache, by the largest that the model makes of these texts."""
+    longest = max(len(text) for text in texts)
+    config = EngineConfig(
+        threads=threads, max_model_len=longest, max_num_seqs=1, max_num_batched_tokens=longest,
+        kv_cache_dtype="float32", speculative_config=NO_SPECULATION,
+    )  # fmt: skip
+    watch = LayerWatch(quantized, resolve(config, quantized, split_windows=False)[0], longest)
+    largest = np.zeros((quantized.spec.num_layers, 2), np.float32)
+    for number, text in enumerate(texts):
+        progress("measuring the KV cache", number, len(texts))
+        seen = np.stack([each.largest.max(axis=1) for each in watch.read(text.tolist())])
+        largest = np.maximum(largest, seen)
+    progress("measuring the KV cache", len(texts), len(texts))
+    if not (np.isfinite(largest) & (largest > 0)).all():
+        layer = int(np.flatnonzero(~(np.isfinite(largest) & (largest > 0)).all(axis=1))[0])
+        raise CheckpointError(
+            f"K and V of layer {layer} reach {largest[layer].tolist()}, of which no scale can be made",
+            "its weights are broken, or leave --kv-cache-scheme out",
+        )
+    return largest * np.float32(HEADROOM / FP8_LARGEST["fp8_e4m3"])
 
 
 def measure_speed(before: PackedModel, after: PackedModel, prompt: I32Array, threads: int) -> DecodeSpeed:

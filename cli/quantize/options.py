@@ -81,6 +81,15 @@ def asked_options(
     eval_tokens: Annotated[
         int | None, _count("--eval-tokens", text=f"Tokens to measure on; by default {EVAL_TOKENS}.")
     ] = None,
+    kv_cache_scheme: Annotated[
+        str,
+        _option(
+            "--kv-cache-scheme",
+            "--kv-cache-qformat",
+            metavar="NAME",
+            text="fp8 stores scales of K and V, measured on the text, for an fp8 KV cache; none does not.",
+        ),
+    ] = "none",
     seed: Annotated[int, _option("--seed", metavar="N", text="Which pieces of text are drawn or written.")] = 0,
     threads: Annotated[int, _count("--threads", "-t", text="CPU threads; 0: one per physical core.")] = 0,
     fail_if: Annotated[
@@ -111,6 +120,7 @@ def asked_options(
         seed=seed,
         threads=threads or default_threads(),
         fail_if=tuple(parse_gate(text) for text in fail_if or ()),
+        kv_cache_scheme=kv_cache_scheme,
     )
     asked.check()
     return asked

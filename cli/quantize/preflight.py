@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...engine.load.checkpoint import Checkpoint
+from ...engine.load.kv_scales import scale_names, scale_tensors
+from ...engine.models.arch import DecoderSpec
 from ...engine.score import ROWS
 from ...engine.sizes import format_bytes
 from ...kernels.errors import CapacityError, UsageError
@@ -39,6 +41,8 @@ class Work:
     output          the folder to make
     memory          bytes that the run needs at its peak, estimated
     scratch         bytes on the output's disk besides the output, for measuring it
+    scales          names of the scales of the KV cache that are measured and stored: K and V of each layer in turn
+    stale           those of the source, which are not for the weights that are made here
     """
 
     checkpoint: Checkpoint
@@ -49,6 +53,8 @@ class Work:
     output: Path
     memory: int
     scratch: int
+    scales: tuple[str, ...]
+    stale: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -80,10 +86,13 @@ class Work:
 
 def prepare(checkpoint: Checkpoint, asked: Asked) -> Work:
     """The run that `asked` is on this checkpoint; UsageError or UnsupportedModel if it cannot be."""
-    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    spec = checkpoint.spec
+    stale = scale_tensors(spec.num_layers)  # of a cache of the source's own weights
+    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items() if name not in stale}
+    scales = kv_scales(asked, spec)
     linears = asked.scheme.linears(shapes)
     format = asked.scheme.format(linears.values())
-    tensors = plan_awq(shapes, linears, format)
+    tensors = plan_awq(shapes, linears, format, scales)
     output = asked.output or Path(f"{checkpoint.source.name}-{asked.scheme.method}-{group_name(format)}")
     output_bytes = sum(tensor.nbytes for tensor in tensors)
     quantized = any(t.format is not None and not t.format.is_float for t in checkpoint.tensors.values())
@@ -96,8 +105,22 @@ def prepare(checkpoint: Checkpoint, asked: Asked) -> Work:
         tensors,
         output,
         memory_needed(shapes, asked),
-        output_bytes + output_bytes // 16 + reference,
+        output_bytes + output_bytes // 16 + reference + (output_bytes if scales else 0),
+        scales,
+        tuple(sorted(stale & checkpoint.tensors.keys())),
     )
+
+
+def kv_scales(asked: Asked, spec: DecoderSpec) -> tuple[str, ...]:
+    """The scales of the KV cache to be stored, K's and V's of each layer; UsageError if there can be none."""
+    if asked.kv_cache_scheme == "none":
+        return ()
+    if spec.latent is not None:
+        raise UsageError(
+            f"--kv-cache-scheme is {asked.kv_cache_scheme}, this model's cache holds latents, which have no scales",
+            "leave it out",
+        )
+    return tuple(scale_names(layer, part)[0] for layer in range(spec.num_layers) for part in "kv")
 
 
 def check_room(work: Work, memory_available: int) -> None:

@@ -10,6 +10,7 @@ from ...engine.sizes import format_bytes
 from ...quant.calibrate import LinearReport
 from ...quant.quality import Comparison
 from ...quant.scheme import Scheme
+from .asked import Asked
 from .measure import DecodeSpeed
 from .preflight import Work, linear_bits
 from .samples import Samples
@@ -19,8 +20,7 @@ CARD_VERSION = 1
 
 def make_card(
     work: Work,
-    scheme: Scheme,
-    seed: int,
+    asked: Asked,
     samples: Samples,
     reports: Sequence[LinearReport],
     quality: Comparison,
@@ -28,7 +28,7 @@ def make_card(
     seconds: float,
 ) -> dict[str, object]:
     """The content of `llmctl_quality.json`. Sizes in bytes, KL in nats per token, speed in tokens per second."""
-    calibration = samples.calibration
+    calibration, scheme = samples.calibration, asked.scheme
     errors = [report.error for report in reports if not math.isnan(report.error)]
     return {
         "version": CARD_VERSION,
@@ -57,8 +57,9 @@ def make_card(
             "text": samples.calibration_text,
             "samples": calibration.shape[0],
             "tokens_per_sample": calibration.shape[1],
-            "seed": seed,
+            "seed": asked.seed,
         },
+        "kv_cache_scheme": asked.kv_cache_scheme if work.scales else None,
         "evaluation": {
             "text": samples.evaluation_text,
             "windows": len(samples.evaluation),

@@ -22,10 +22,10 @@ from ...engine.load.packed import open_packed
 from ...engine.load.progress import Progress
 from ...engine.tokenizer import Tokenizer
 from ...quant.quality import Comparison
-from ...quant.save import write_card
+from ...quant.save import fill_scales, write_card
 from ...quant.staging import staged_folder
 from .asked import Asked
-from .measure import DecodeSpeed, golden_logits, measure_quality, measure_speed
+from .measure import DecodeSpeed, golden_logits, measure_quality, measure_scales, measure_speed
 from .preflight import Work
 from .report import make_card, metrics
 from .sampled import write_text
@@ -63,7 +63,13 @@ def run(work: Work, asked: Asked, settings: Environment, progress: Progress) -> 
     with staged_folder(work.output, replace=asked.overwrite) as staging:
         reports = write_quantized(work, asked.scheme, samples.calibration, staging, progress)
         with _scratch(staging) as scratch:
-            quantized = open_packed(Source(staging, "hf", work.output.name), cache=scratch, progress=progress)
+            product = Source(staging, "hf", work.output.name)
+            quantized = open_packed(product, cache=scratch, progress=progress)
+            if work.scales:
+                texts = samples.evaluation if samples.calibration is None else tuple(samples.calibration)
+                scales = measure_scales(quantized, texts, asked.threads, progress)
+                fill_scales(staging, dict(zip(work.scales, scales.reshape(-1).tolist(), strict=True)))
+                quantized = open_packed(product, cache=scratch, progress=progress)
             reference = original
             if work.is_dequantized:
                 reference = open_packed(source, dtype="float32", cache=scratch, progress=progress)
@@ -71,7 +77,7 @@ def run(work: Work, asked: Asked, settings: Environment, progress: Progress) -> 
             golden = golden_logits(quantized, samples.evaluation[0], asked.threads)
             speed = measure_speed(original, quantized, samples.evaluation[0], asked.threads)
         seconds = time.monotonic() - started
-        card = make_card(work, asked.scheme, asked.seed, samples, reports, quality, speed, seconds)
+        card = make_card(work, asked, samples, reports, quality, speed, seconds)
         write_card(staging, {**card, KEY: msgspec.to_builtins(golden)})
     return Outcome(samples, quality, speed, card, metrics(work, quality, speed))
 

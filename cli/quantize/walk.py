@@ -33,14 +33,14 @@ def write_quantized(
     """Fill `folder` with the quantized checkpoint; how every Linear fared, by its full name."""
     checkpoint = work.checkpoint
     ignored = [_place(module) for module in quantized_linears(work.shapes) if module not in work.linears]
-    writer = AwqWriter(folder, work.shapes, work.linears, work.format)
+    writer = AwqWriter(folder, work.shapes, work.linears, work.format, scales=work.scales)
     try:
         for name in work.shapes:
             if not name.startswith("model.layers."):
                 writer.add(name, _tensor(checkpoint, name))
         activations = None if calibration is None else _embedded(checkpoint, calibration)
         blocks = quantize_blocks(
-            lambda layer: _block(checkpoint, layer),
+            lambda layer: _block(work, layer),
             checkpoint.spec.num_layers,
             scheme,
             work.format,
@@ -69,9 +69,9 @@ def _place(module: str) -> tuple[int, str]:
     return int(layer), name
 
 
-def _block(checkpoint: Checkpoint, layer: int) -> DecoderBlock:
-    prefix = f"model.layers.{layer}."
-    names = [name for name in checkpoint.tensors if name.startswith(prefix)]
+def _block(work: Work, layer: int) -> DecoderBlock:
+    checkpoint, prefix = work.checkpoint, f"model.layers.{layer}."
+    names = [name for name in work.shapes if name.startswith(prefix)]
     tensors = {name.removeprefix(prefix): _tensor(checkpoint, name) for name in names}
     offset = 1.0 if _holds_offset(checkpoint) else checkpoint.spec.norm_offset
     return DecoderBlock(msgspec.structs.replace(checkpoint.spec, norm_offset=offset), layer, tensors)

@@ -7,6 +7,7 @@ in the whole chain of an error and in its text.
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -25,8 +26,24 @@ def check_room(folder: Path, needed: int, what: str, remedy: str = _REMEDY) -> N
 
 
 def check_swap_room(folder: Path, needed: int) -> None:
-    """Raise CapacityError if a swap space of so many bytes in `folder` is more than its disk has free."""
+    """Raise CapacityError if a swap space of so many bytes cannot be in `folder`: it is there or can be made, may be
+    written to, and its disk has so much free."""
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        raise no_swap_file(folder, f"`{existing}` is no folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise no_swap_file(folder, f"`{existing}` may not be written to")
     check_room(folder, needed, "swapped KV blocks", "lower --swap-space, or let LLMCTL_CACHE name another folder")
+
+
+def no_swap_file(folder: Path, why: str) -> CapacityError:
+    """The error of a folder that cannot take the file of the swap space."""
+    return CapacityError(
+        f"cannot make a file for swapped KV blocks in `{folder}`: {why}",
+        "let LLMCTL_CACHE name a folder that can be written, or use `--swap-space 0`",
+    )
 
 
 def disk_full(folder: Path, needed: int, what: str, remedy: str = _REMEDY) -> CapacityError:

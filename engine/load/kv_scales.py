@@ -15,6 +15,11 @@ def scale_names(layer: int, part: str) -> tuple[str, ...]:
     return f"{attention}.{part}_scale", f"{attention}.{part}_proj.{part}_scale"
 
 
+def scale_tensors(num_layers: int) -> frozenset[str]:
+    """Every name that a scale of a model of so many layers may have."""
+    return frozenset(name for layer in range(num_layers) for part in "kv" for name in scale_names(layer, part))
+
+
 def stored_scales(vectors: Mapping[str, F32Array], layer: int, num_kv_heads: int) -> F32Array | None:
     """The layer's scales of K and V, [2, kv_heads], None if one is missing. One number stands for all heads.
 

@@ -21,18 +21,16 @@ import msgspec
 import numpy as np
 
 from ...kernels import registry
-from ...kernels.formats import FP8_LARGEST, KVFormat
-from ...kernels.ops import ROWS, SEQS, F32Array, KeySteering, KVLayer, make_batch, steering_width
-from ..kv_groups import KVGroup
+from ...kernels.formats import FP8_LARGEST
+from ...kernels.ops import F32Array, KeySteering, KVLayer, steering_width
 from ..load.kv_scales import stored_scales
 from ..load.model import Model
 from ..load.packed import PackedModel
 from ..models.arch import DecoderSpec
-from ..models.decoder import Limits
 from ..models.rope import rope_tables
 from ..plan import Plan
 from ..tokenizer import Tokenizer
-from .cache import BlockShape, allocate
+from .layer_watch import LayerWatch
 from .probe_text import PROBE_TEXT
 from .steering import find_steering
 
@@ -40,8 +38,7 @@ log = logging.getLogger(__name__)
 
 VERSION = 3
 PROBE_TOKENS = 512
-_BLOCK = 32
-_HEADROOM = 2.0
+HEADROOM = 2.0  # the largest value of fp8 is so many times what a text was seen to reach
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +81,7 @@ def _scales(model: PackedModel, layer: int, fit: KVFit, limit: float) -> F32Arra
     stored = stored_scales(model.vectors, layer, model.spec.num_kv_heads)
     if stored is not None:
         return stored
-    needed = np.maximum(fit.largest.astype(np.float64) * (_HEADROOM / limit), 1.0)
+    needed = np.maximum(fit.largest.astype(np.float64) * (HEADROOM / limit), 1.0)
     scales = np.exp2(np.ceil(np.log2(needed))).astype(np.float32)
     if (scales == 1).all():
         return None
@@ -149,31 +146,12 @@ def _keep(path: Path, fits: tuple[KVFit, ...]) -> None:
 
 
 def _measure(model: PackedModel, plan: Plan) -> tuple[KVFit, ...]:
-    """Run the probe text, op by op, and look at each layer's queries, K and V."""
+    """Run the probe text and look at each layer's queries, K and V."""
     spec = model.spec
     tokens = Tokenizer(model.folder).encode(PROBE_TEXT)[: min(PROBE_TOKENS, spec.context_length)]
-    count, layers = len(tokens), tuple(range(spec.num_layers))
-    full = (KVFormat("f32"),) * len(layers)
-    blocks = -(-count // _BLOCK)
-    shape = BlockShape(_BLOCK, spec.num_kv_heads, spec.head_dim, full)
-    group = KVGroup(layers=layers, bytes_per_token=shape.offsets[-1] // _BLOCK, num_blocks=blocks)
-    cache = allocate(0, group, shape, plan.kernels)
-    batch = make_batch(count, 1, 1, (np.arange(blocks, dtype=np.int32)[None],))
-    batch.counts[[ROWS, SEQS]] = count, 1
-    batch.token[:], batch.position[:], batch.seq_rows[0] = tokens, np.arange(count), count
-    decoder = model.build(batch, cache.layers, Limits(count, 1, count, plan.threads), plan.kernels)
-    assert decoder.queries is not None, "our own decoder has them"
-    stored = cache.arena.view(np.float32).reshape(blocks, spec.num_layers, spec.num_kv_heads, 2, -1)
     fits: list[KVFit] = []
-    for op, kind in zip(decoder.ops, decoder.kinds, strict=True):
-        op.run()
-        if kind == "rope_store":
-            layer = len(fits)
-            halves = stored[:, layer].transpose(2, 1, 0, 3)  # [K and V, kv_heads, blocks, values]
-            k = halves[0].reshape(spec.num_kv_heads, blocks, spec.head_dim, _BLOCK).transpose(0, 1, 3, 2)
-            k, v = (x.reshape(spec.num_kv_heads, -1, spec.head_dim)[:, :count] for x in (k, halves[1]))
-            q = decoder.queries[:count, : spec.num_heads * spec.head_dim].reshape(count, spec.num_heads, -1)
-            cos, sin = rope_tables(spec.rope_of(layer), spec.head_dim, count)
-            largest = np.stack([np.abs(x).max(axis=(1, 2)) for x in (k, v)])
-            fits.append(KVFit(find_steering(q, k, v, cos, sin, spec.window(layer)), largest))
+    for layer, seen in enumerate(LayerWatch(model, plan, len(tokens)).read(tokens)):
+        cos, sin = rope_tables(spec.rope_of(layer), spec.head_dim, len(tokens))
+        steering = find_steering(seen.q, seen.k, seen.v, cos, sin, spec.window(layer))
+        fits.append(KVFit(steering, seen.largest))
     return tuple(fits)

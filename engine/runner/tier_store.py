@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from ...kernels.errors import CapacityError
-from ..load.disk import check_swap_room
+from ..load.disk import check_swap_room, no_swap_file
 from ..schedule.step import Swap
 from ..sizes import format_bytes
 from .cache import GroupCache
@@ -48,10 +47,7 @@ def open_tier(folder: Path, shelves: Sequence[Shelf], block_size: int) -> TierSt
         folder.mkdir(parents=True, exist_ok=True)
         file = tempfile.TemporaryFile(buffering=0, dir=folder, prefix="swap-")  # noqa: SIM115  (the store closes it)
     except OSError as error:
-        raise CapacityError(
-            f"cannot make a file for swapped KV blocks in `{folder}`: {error.strerror}",
-            "let LLMCTL_CACHE name a folder that can be written, or use `--swap-space 0`",
-        ) from error
+        raise no_swap_file(folder, error.strerror or str(error)) from error
     assert isinstance(file, FileIO)
     log.info(
         "swap space: %s blocks of %d tokens, %s at most, in `%s`",

@@ -22,7 +22,11 @@ from .safetensors import INDEX_NAME, SINGLE_NAME
 
 SHARD_BYTES = 4 << 30
 
-_DTYPES: dict[str, np.dtype[np.generic]] = {"F16": np.dtype(np.float16), "I32": np.dtype(np.int32)}
+_DTYPES: dict[str, np.dtype[np.generic]] = {
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "I32": np.dtype(np.int32),
+}
 
 
 @dataclass(frozen=True, slots=True)

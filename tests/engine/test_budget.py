@@ -5,9 +5,10 @@ import re
 import msgspec
 import pytest
 
-from llmctl.engine.budget import blocks_for, choose_kv_format, kv_bytes_per_token, memory_budget
+from llmctl.engine.budget import choose_kv_format, kv_bytes_per_token, memory_budget
 from llmctl.engine.config import EngineConfig
 from llmctl.engine.models.arch import DecoderSpec, RopeSpec
+from llmctl.engine.pools import blocks_for
 from llmctl.engine.sizes import format_bytes
 from llmctl.kernels.errors import CapacityError, UsageError
 from llmctl.kernels.formats import KVFormat
@@ -30,7 +31,7 @@ SPEC = DecoderSpec(
 
 
 def budget(available=8 * GIB, weights=100 * MIB, formats=("int4g32",), spec=SPEC, **options):
-    return memory_budget(spec, weights, formats, EngineConfig(**options), available)
+    return memory_budget(spec, weights, formats, EngineConfig(**{"threads": 2, **options}), available)
 
 
 def test_kv_bytes_per_token_count_keys_and_values_of_all_layers():
@@ -97,7 +98,7 @@ def test_float32_cache_that_would_fit_in_half_proposes_float16():
 def test_16_bit_cache_that_would_fit_in_half_proposes_fp8():
     with pytest.raises(CapacityError) as caught:
         budget(available=550 * MIB)
-    assert "--kv-cache-dtype fp8`, which needs 91.4 MiB" in caught.value.hint
+    assert "--kv-cache-dtype fp8`, which needs 90.0 MiB" in caught.value.hint
     assert budget(available=550 * MIB, kv_cache_dtype="fp8").num_blocks == blocks_for(8192, 32)
 
 

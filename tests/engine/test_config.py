@@ -75,3 +75,15 @@ def test_a_tenant_cannot_weigh_so_much_or_little_that_sums_of_tokens_are_lost(we
 def test_what_the_method_does_not_use_is_refused(given, name):
     with pytest.raises(UsageError, match=f"`{name}` of --speculative-config has no meaning for the method"):
         SpeculativeConfig.read(given)
+
+
+@pytest.mark.parametrize("size", [8, 16, 32, 64, 128, 256, 512])
+def test_every_power_of_two_from_8_to_512_is_a_block_size(size):
+    EngineConfig(block_size=size).check()
+
+
+@pytest.mark.parametrize("size", [0, 1, 4, 7, 24, 48, 500, 1024])
+def test_no_other_number_is_a_block_size(size):
+    with pytest.raises(UsageError, match=f"--block-size is {size}") as caught:
+        EngineConfig(block_size=size).check()
+    assert "power of two from 8 to 512" in caught.value.hint

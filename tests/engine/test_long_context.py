@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmctl.engine.budget import workspace_bytes
 from llmctl.engine.config import EngineConfig, SpeculativeConfig
 from llmctl.engine.llm import LLM
 from llmctl.engine.models.arch import DecoderSpec, RopeSpec
 from llmctl.engine.request import SamplingParams
+from llmctl.engine.workspace import workspace_bytes
 
 from .tiny import VOCAB, write_checkpoint
 

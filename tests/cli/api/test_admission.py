@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from llmctl.cli.api.admission import Admission
+from llmctl.cli.api.admission import Admission, TenantLimits
 from llmctl.cli.api.errors import ApiError
 
 
@@ -96,3 +96,40 @@ def test_draining_ends_with_its_timeout():
             return await admission.drain(0)
 
     assert asyncio.run(scenario()) == 2
+
+
+def test_a_tenant_has_no_more_waiting_than_it_may_while_others_come_in():
+    admission = Admission(running=2, waiting=100, tenants=TenantLimits(2, {"alice": 4}))
+
+    def full(tenant, sequences=1):
+        with pytest.raises(ApiError) as caught, admission.admit(sequences, tenant=tenant):
+            pass
+        return caught.value
+
+    with contextlib.ExitStack() as held:
+        places = [held.enter_context(admission.admit(1, tenant="bob")) for _ in range(4)]  # 2 find a place free
+        assert admission.waiting("bob") == 2 and not admission.has_room(1, "bob")
+        error = full("bob")
+        assert (error.status, error.code) == (429, "tenant_queue_full")
+        assert error.message == "the queue of tenant `bob` is full: 2 sequences wait, at most 2 may"
+        assert error.retry_s is not None
+        held.enter_context(admission.admit(4, tenant="alice"))
+        assert "tenant `alice` is full: 4 sequences wait, at most 4 may" in full("alice").message
+        assert "who names no `user`" in full("", 3).message
+        for _ in range(2):  # a first token, however often it is told, ends the waiting of one sequence
+            places[3].begin(0)
+            places[0].begin(0)
+        assert admission.waiting("bob") == 1
+        with admission.admit(1, tenant="bob"):
+            assert admission.waiting("bob") == 2
+        assert (full("bob", 5).status, full("bob", 5).code) == (400, None)
+    assert admission.open == 0 and admission.waiting("bob") == admission.waiting("alice") == 0
+    with admission.admit(4, tenant="bob"):
+        assert admission.waiting("bob") == 2
+
+
+def test_without_a_limit_a_tenant_may_fill_the_queue():
+    admission = Admission(running=1, waiting=9, tenants=TenantLimits(0, {"alice": 1}))
+    with admission.admit(10, tenant="bob"):
+        assert admission.waiting("bob") == 9
+    assert admission.has_room(2, "alice") and not admission.has_room(3, "alice")

@@ -143,13 +143,23 @@ def test_a_storm_of_leaving_clients_takes_no_place_from_those_that_stay(start):
     assert after["prompt_tokens_total"] - before["prompt_tokens_total"] <= sum(map(int, prompts))
 
 
-def test_a_full_queue_says_when_to_come_again(start):
-    server = start("--max-num-seqs", "1", "--max-queue", "1")
+def test_a_full_queue_says_when_to_come_again_and_whose_it_is(start):
+    server = start("--max-num-seqs", "1", "--max-queue", "2", "--max-queue-per-tenant", "1")
+    hello = {"messages": [{"role": "user", "content": "three"}]}
     with server.frozen_engine(), server.http() as http:
-        connections = [ask(server, text) for text in ("one", "two")]
+        connections = [ask(server, text, user="bob") for text in ("one", "two")]
         eventually(lambda: server.health()["open"] == 2)
-        refused = http.post(CHAT, json={"messages": [{"role": "user", "content": "three"}]})
-        assert refused.status_code == 429
-        assert refused.json()["error"]["code"] == "queue_full"
+        refused = http.post(CHAT, json={**hello, "user": "bob"})
+        assert refused.status_code == 429 and refused.json()["error"]["code"] == "tenant_queue_full"
+        assert refused.json()["error"]["message"] == (
+            "the queue of tenant `bob` is full: 1 sequences wait, at most 1 may"
+        )
         assert int(refused.headers["retry-after"]) >= 1
-    assert [connection.getresponse().status for connection in connections] == [200, 200]
+        connections.append(ask(server, "four", user="alice"))
+        eventually(lambda: server.health()["open"] == 3)
+        refused = http.post(CHAT, json={**hello, "user": "carol"})
+        assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
+        assert int(refused.headers["retry-after"]) >= 1
+        counted = re.findall(r'requests_refused_total\{.*reason="(\w+)"\} (\S+)', http.get("/metrics").text)
+        assert sorted(counted) == [("queue_full", "1.0"), ("tenant_queue_full", "1.0")]
+    assert [connection.getresponse().status for connection in connections] == [200] * 3

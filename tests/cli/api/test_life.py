@@ -81,6 +81,50 @@ def test_a_signal_lets_open_answers_finish_and_refuses_new_ones(start, number):
     assert "Traceback" not in stderr and "ERROR" not in stderr
 
 
+def test_a_swap_space_that_cannot_be_ends_the_server_before_it_serves(start, tmp_path):
+    (tmp_path / "swap").write_text("a file where the folder would be")
+    server = start("--swap-space", "0.01", wait=False, LLMCTL_CACHE=str(tmp_path))
+    code, stderr = server.end()
+    assert code == 5 and server.process.stdout.read() == ""
+    assert "swap` is no folder" in stderr and "--swap-space 0" in stderr and "Traceback" not in stderr
+
+
+def test_a_signal_under_swap_lets_open_answers_finish_and_leaves_no_file(start, tmp_path):
+    server = start("--swap-space", "0.01", LLMCTL_CACHE=str(tmp_path))
+    texts = [f"{letter} story of some length, please" for letter in "abcdefgh"]
+
+    def asked():
+        return [ask(server, text, n=2) for text in texts]  # twice what the pool holds
+
+    expected = [json.load(each.getresponse())["choices"] for each in asked()]
+    assert server.idle()["swapped_out_bytes_total"] > 0
+    with server.frozen_engine():
+        connections = asked()
+        eventually(lambda: server.health()["open"] == 2 * len(texts))
+        server.signal(signal.SIGTERM)
+        eventually(lambda: server.health()["status"] == "draining")
+    assert [json.load(each.getresponse())["choices"] for each in connections] == expected
+    code, stderr = server.end()
+    assert code == 0 and "Traceback" not in stderr and "ERROR" not in stderr
+    assert list((tmp_path / "swap").iterdir()) == []
+
+
+def test_a_second_signal_under_swap_quits_at_once_and_leaves_no_file(start, tmp_path):
+    server = start("--swap-space", "0.01", LLMCTL_CACHE=str(tmp_path))
+    engine = server.engine
+    with server.frozen_engine():
+        connections = [ask(server, "hello", n=2) for _ in range(8)]
+        eventually(lambda: server.health()["open"] == 16)
+        server.signal(signal.SIGINT)
+        server.logged("quits at once")
+        server.signal(signal.SIGINT)
+        code, stderr = server.end()
+    for each in connections:
+        each.close()
+    assert code == 130 and "Traceback" not in stderr
+    assert not engine.is_running() and list((tmp_path / "swap").iterdir()) == []
+
+
 def test_what_does_not_finish_in_time_is_told_so(start):
     server = start("--shutdown-timeout", "0")
     engine = server.engine

@@ -23,11 +23,18 @@ from llmctl.cli.console import Console
 from llmctl.cli.exits import ExitCode
 from llmctl.cli.quantize import preflight, samples
 from llmctl.cli.quantize import run as steps
+from llmctl.engine.config import EngineConfig
 from llmctl.engine.llm import LLM
 from llmctl.engine.load.checkpoint import open_checkpoint
 from llmctl.engine.load.hub import Source
+from llmctl.engine.load.packed import open_packed
+from llmctl.engine.plan import resolve as resolve_plan
 from llmctl.engine.request import SamplingParams
+from llmctl.engine.runner.kv_fit import fit_cache
+from llmctl.engine.runner.layer_watch import LayerWatch
+from llmctl.engine.runner.runner import Runner
 from llmctl.engine.sizes import format_bytes
+from llmctl.engine.tokenizer import Tokenizer
 from tests.engine.quantized import write_quantized
 from tests.engine.tiny import SHAPE, write_checkpoint, write_tokenizer
 
@@ -131,6 +138,47 @@ def test_rounding_needs_no_text_and_modules_can_be_kept(console: Console, model:
     assert bool((stored["model.layers.0.mlp.up_proj.qzeros"] == -0x77777778).all())
 
 
+@pytest.mark.parametrize("method", ["awq", "rtn"])
+def test_scales_of_an_fp8_cache_are_stored_and_the_engine_takes_them(
+    console: Console, tmp_path: Path, text: Path, method: str
+) -> None:
+    source = write_checkpoint(tmp_path / "source", "qwen2", dtype=torch.bfloat16)
+    path = source / "model.safetensors"
+    stale = torch.tensor([7.0])
+    save_file({**load_file(path), "model.layers.1.self_attn.k_scale": stale}, path)
+    line = calibrated(source, text) if method == "awq" else ["-m", source, "--eval-text", text, "--eval-tokens", 128]
+    assert run(console, f"--{method}", "--kv-cache-scheme", "fp8", "-o", "out", "--json", *line) == ExitCode.OK
+    assert json.loads(console.stdout.getvalue())["kv_cache_scheme"] == "fp8"
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    scales = {name: value for name, value in stored.items() if name.endswith("_scale")}
+    assert sorted(scales) == [f"model.layers.{layer}.self_attn.{part}_scale" for layer in (0, 1) for part in "kv"]
+    assert all(value.dtype == torch.float32 and value.shape == (1,) for value in scales.values())
+
+    model = open_packed(Source(tmp_path / "out", "hf", "out"), cache=tmp_path / "cache")
+    plan = resolve_plan(EngineConfig(kv_cache_dtype="fp8", max_model_len=64, max_num_seqs=2, threads=1), model)[0]
+    runner = Runner(model, plan)
+    taken = fit_cache(runner.groups[0].layers, model, plan)
+    runner.close()
+    ids = Tokenizer(model.folder).encode(text.read_text())[:64]
+    for layer, seen in enumerate(LayerWatch(model, plan, 64).read(ids)):
+        of_layer = [scales[f"model.layers.{layer}.self_attn.{part}_scale"].item() for part in "kv"]
+        assert taken[layer].scales.tolist() == [[scale] * 2 for scale in of_layer]
+        # what this text reaches is about what the calibration text did, and that is half of the largest that fits
+        assert np.allclose(np.array(of_layer) * 448 / 2, seen.largest.max(axis=1), rtol=0.3)
+    with LLM(str(tmp_path / "out"), max_model_len=64, kv_cache_dtype="fp8") as llm:
+        (answer,) = llm.generate("the sea", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    assert len(answer.outputs[0].token_ids) == 8
+
+
+def test_scales_of_the_source_are_left_out_and_that_is_told(console: Console, tmp_path: Path, text: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", "qwen2", dtype=torch.bfloat16)
+    path = source / "model.safetensors"
+    save_file({**load_file(path), "model.layers.1.self_attn.k_proj.k_scale": torch.tensor(7.0)}, path)
+    assert run(console, "--rtn", "-o", "out", "-m", source, "--eval-text", text, "--eval-tokens", 64) == ExitCode.OK
+    assert "1 scales of the model's KV cache are left out" in console.stderr.getvalue()
+    assert not [name for name in load_file(tmp_path / "out" / "model.safetensors") if name.endswith("k_scale")]
+
+
 @pytest.mark.parametrize("family", ["llama-tied-bias", "qwen3", "gemma3"])
 def test_other_families_are_quantized_too(console: Console, tmp_path: Path, text: Path, family: str) -> None:
     model = write_checkpoint(tmp_path / "m", family)
@@ -167,6 +215,7 @@ def test_limits_that_are_exceeded_end_with_1_and_keep_the_folder(console: Consol
         (["--method", "gptq"], "--method is `gptq`"),
         (["--quantization", "fp8"], "--quantization is `fp8`"),
         (["--bits", "3"], "awq with 3 bits"),
+        (["--kv-cache-scheme", "int4"], "--kv-cache-scheme is `int4`"),
         (["--group-size", "16"], "group size 16"),
         (["--group-size", "96"], "use 128, 64, 32, or -1"),
         (["--group-size", "1000000000"], "group size 1000000000"),

@@ -79,6 +79,10 @@ def test_flags_of_other_servers_work_where_they_say_what_is_so(console, served):
         ("--api-key ''", "an API key is empty"),
         ("--chat-template /no/such/file", "cannot read the chat template"),
         ("--max-queue -1", "`-1` is not a count"),
+        ("--max-queue-per-tenant alice", "is no count, nor a name with one"),
+        ("--max-queue-per-tenant 8,9", "gives all tenants two limits"),
+        ("--max-queue-per-tenant a=1,a=2", "gives tenant `a` two limits"),
+        ("--api-key k --max-queue-per-tenant alice=2", "--max-queue-per-tenant names `alice`"),
         ("--scheduling-policy best", "choose one of"),
         ("--portt 1", "did you mean `--port`?"),
     ],
@@ -87,6 +91,13 @@ def test_what_cannot_work_is_refused_with_a_reason(console, served, line, messag
     assert app.run(["serve", *shlex.split(line)], console) == ExitCode.USAGE
     assert message in console.stderr.getvalue()
     assert served == []
+
+
+def test_limits_of_tenants_are_one_for_all_and_others_by_name(console, served):
+    line = ["serve", "--max-queue-per-tenant", "8, alice=2k, a=b=0"]
+    assert app.run(line, console) == ExitCode.OK
+    limits = served[0][1].tenant_queues
+    assert [limits.of(name) for name in ("bob", "alice", "a=b", "")] == [8, 2000, 0, 8]
 
 
 def test_a_certificate_that_cannot_be_used_and_a_template_that_does_not_compile(console, tmp_path):
