@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 import msgspec
 
+from ..kernels.device import default_threads
 from ..kernels.errors import CapacityError, LlmctlError, UsageError
 from ..kernels.formats import KVFormat
 from .config import NO_SPECULATION, EngineConfig
-from .kv_groups import KVGroup, kv_groups, kv_layer_bytes
+from .kv_choice import check_latents, choose_kv_format, kv_bytes_per_token, kv_format_of_layers
+from .kv_groups import KVGroup, kv_groups
 from .models.arch import DecoderSpec
 from .pools import Pools, blocks_for
 from .shortage import Demand
@@ -32,11 +34,6 @@ MIN_RESERVE = 256 << 20
 RESERVE_SHARE = 20
 
 MOST_PERCENT = 95  # of the memory that an engine should be told to take
-
-SLIDING_WINDOW = "sliding_window"  # what vLLM calls the layers with a window
-
-# `kv_cache_dtype` to the kind of KVFormat, where the two differ.
-_KINDS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "fp8": "fp8_e4m3"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,55 +143,6 @@ class MemoryBudget:
         return own + blocks_for(length, self.block_size) * self.block_size * self._beside
 
 
-def choose_kv_format(config: EngineConfig, weight_formats: Sequence[str], latent: bool = False) -> KVFormat:
-    """How K and V are stored: as asked, else float32 if all weights are, else int16.
-
-    Latents, which are no heads, are by default float32 or bfloat16 if all weights are, else float16.
-
-    int16 is about as exact as float16, takes 2 bytes more per token and head, and attention over a long prompt is
-    nearly twice as fast with it. `weight_formats` are names of WeightFormats as loaded, with `config.dtype` already
-    applied.
-    """
-    if config.kv_cache_dtype != "auto":
-        return KVFormat(_KINDS.get(config.kv_cache_dtype, config.kv_cache_dtype))
-    only = set(weight_formats)
-    if latent:
-        return KVFormat(only.pop() if only in ({"f32"}, {"bf16"}) else "f16")
-    return KVFormat("f32" if only == {"f32"} else "int16")
-
-
-def kv_format_of_layers(spec: DecoderSpec, config: EngineConfig, weight_formats: Sequence[str]) -> tuple[KVFormat, ...]:
-    """How each layer's K and V are stored; UsageError for skipped layers that the model does not have."""
-    latent = spec.latent is not None
-    asked = choose_kv_format(config, weight_formats, latent)
-    skipped, numbers = set[int](), {str(layer) for layer in range(spec.num_layers)}
-    for name in config.kv_cache_dtype_skip_layers:
-        windows = [layer for layer in range(spec.num_layers) if spec.window(layer)]
-        if name == SLIDING_WINDOW and windows:
-            skipped.update(windows)
-        elif name in numbers:
-            skipped.add(int(name))
-        else:
-            raise UsageError(
-                f"--kv-cache-dtype-skip-layers names `{name if len(name) <= 40 else name[:40] + '...'}`",
-                f"this model's layers are 0 to {spec.num_layers - 1}"
-                + (f", and `{SLIDING_WINDOW}` stands for {len(windows)} of them" if windows else ", none has a window"),
-            )
-    whole = choose_kv_format(msgspec.structs.replace(config, kv_cache_dtype="auto"), weight_formats, latent)
-    if skipped and whole == asked:
-        raise UsageError(
-            f"--kv-cache-dtype-skip-layers has no effect: all layers are stored in {whole.kind} in any case",
-            "leave it out, or ask for another format with `--kv-cache-dtype`",
-        )
-    return tuple(whole if layer in skipped else asked for layer in range(spec.num_layers))
-
-
-def kv_bytes_per_token(spec: DecoderSpec, *formats: KVFormat) -> int:
-    """Bytes of K and V of one token in all layers, scales included: of one format, or one for each layer."""
-    each = formats * spec.num_layers if len(formats) == 1 else formats
-    return sum(kv_layer_bytes(spec, kv) for kv in each)
-
-
 def memory_budget(
     spec: DecoderSpec,
     weight_bytes: int,
@@ -215,6 +163,7 @@ def memory_budget(
     their own if `split_windows`. Raises CapacityError if that does not fit, UsageError if the size of the pool is given
     twice.
     """
+    config = msgspec.structs.replace(config, threads=config.threads or default_threads())
     asked = _Asked(spec, weight_bytes, tuple(weight_formats), available_bytes, draft, split_windows)
     sizes = asked.sized(config)
     if sizes.room <= 0:
@@ -295,7 +244,7 @@ class _Asked:
             )
         share = None if self.draft is None else _draft_share(self.draft, config, length)
         formats = kv_format_of_layers(spec, config, self.weight_formats)
-        _check_latents(spec, formats, config, "this model")
+        check_latents(spec, formats, config, "this model")
         groups = kv_groups(spec, formats, length, config.block_size, self.split_windows)
         workspace = workspace_bytes(spec, config, length) + steering_bytes(spec, formats)
         return _Sizes(
@@ -401,18 +350,11 @@ def _tier_blocks(config: EngineConfig, groups: Sequence[KVGroup], length: int) -
 
 def _draft_share(draft: ModelSize, config: EngineConfig, length: int) -> DraftShare:
     kv = choose_kv_format(config, draft.weight_formats, draft.spec.latent is not None)
-    _check_latents(draft.spec, (kv,), config, "the draft model")
+    check_latents(draft.spec, (kv,), config, "the draft model")
     own = msgspec.structs.replace(config, speculative_config=NO_SPECULATION)  # one row of logits for each sequence
-    workspace = workspace_bytes(draft.spec, own, length)
+    steering = steering_bytes(draft.spec, (kv,) * draft.spec.num_layers)
+    workspace = workspace_bytes(draft.spec, own, length) + steering
     return DraftShare(draft.weight_bytes, workspace, kv.kind, kv_bytes_per_token(draft.spec, kv))
-
-
-def _check_latents(spec: DecoderSpec, formats: Sequence[KVFormat], config: EngineConfig, whose: str) -> None:
-    if spec.latent is not None and any(each.bytes_per_value == 1 or each.scale_bytes for each in formats):
-        raise UsageError(
-            f"--kv-cache-dtype is {config.kv_cache_dtype}, the latents of {whose} are floats of 16 bits or more",
-            "use `--kv-cache-dtype float16`",
-        )
 
 
 def _reserve(config: EngineConfig, available_bytes: int) -> int:

@@ -20,14 +20,14 @@ from .pools import blocks_for
 def workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int) -> int:
     """Bytes of the buffers that a step computes in, and of what is kept for each of `max_num_seqs` sequences.
 
-    Per row: float32 values, and for what a linear reads also a quantized form (at most 16 bits a value, and a scale and
-    a sum for every 32). Per sequence: a row of logits, its tokens and its block table. Per thread: what it samples in;
-    and the partial results of attention that threads hand to each other.
+    Per row: float32 values, and for what a linear reads also a quantized form (at most 16 bits a value; a scale, a sum
+    and the high parts of a wide quad for every 32). Per sequence: a row of logits, its tokens and its block table. Per
+    thread: what it samples in; and the partial results of attention that threads hand to each other.
     """
     query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     read = 2 * spec.hidden_size + query + spec.ffn_size
     written = (2 if spec.sandwich_norms else 1) * spec.hidden_size + query + 2 * key + 2 * spec.ffn_size
-    row = read * (4 + 2) + read // 32 * (4 + 4) + written * 4
+    row = read * (4 + 2) + read // 32 * (4 + 4 + 4) + written * 4
     logits = -(-spec.vocab_size // PANEL) * PANEL
     sequence = 4 * (length + blocks_for(length, config.block_size))
     rope = (1 if spec.rope_local is None else 2) * length * spec.head_dim * 4

@@ -30,6 +30,8 @@ I32Array = npt.NDArray[np.int32]
 U8Array = npt.NDArray[np.uint8]
 AnyArray = npt.NDArray[np.generic]
 
+NO_QUAD = 255  # of an ActForm's wide quads: this group has none
+WIDE_TOP = 2032.0  # largest wide code: 16 * 127, so that its high part is a byte
 PANEL = 16  # outputs per packed panel; every row buffer is padded to a multiple of it
 PRIVATE_ROWS = 2  # with at most this many rows each thread computes an Act for itself, which saves a barrier
 
@@ -108,6 +110,9 @@ class ActForm:
 
     codes   int8 or int16 [rows, k];  scales float32 [rows, k / group];  sums int32 [rows, k / group]: sum of the codes
     order   code j is of value order[j], of value j if None
+    wide    uint8 [k / group], of i8 only: four codes of the group, from 4 * wide on, have 12 bits, so that outliers
+            there leave the others their precision; NO_QUAD where none has. Codes hold their low parts, in [-8, 7]
+    high    int32 [rows, k / group]: four bytes, the high parts, which count 16 times; None unless i8
     """
 
     kind: str  # "i8" | "i16"
@@ -116,6 +121,13 @@ class ActForm:
     scales: F32Array
     sums: I32Array
     order: I32Array | None = None
+    wide: U8Array | None = None
+    high: I32Array | None = None
+
+    @property
+    def can_widen(self) -> bool:
+        """Whether it may have wide quads: it has 8 bits, and groups in which a byte can number the quads."""
+        return self.kind == "i8" and self.group // 4 <= NO_QUAD
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,13 +179,21 @@ def make_act(
     for kind, group, order in act_forms(consumers, orders):
         codes: AnyArray = np.zeros((rows, k), np.int8 if kind == "i8" else np.int16)
         scales = np.zeros((rows, k // group), np.float32)
-        forms.append(ActForm(kind, group, codes, scales, np.zeros((rows, k // group), np.int32), order))
+        sums = np.zeros((rows, k // group), np.int32)
+        high = np.zeros_like(sums) if kind == "i8" else None
+        forms.append(ActForm(kind, group, codes, scales, sums, order, None, high))
     return Act(k, max_rows, np.zeros((rows, k), np.float32), tuple(forms))
 
 
 def with_orders(act: Act, orders: Sequence[I32Array | None]) -> Act:
     """The same buffers with other orders of inputs, one per form."""
     forms = tuple(dataclasses.replace(form, order=order) for form, order in zip(act.forms, orders, strict=True))
+    return dataclasses.replace(act, forms=forms)
+
+
+def with_wide(act: Act, wide: Sequence[U8Array | None]) -> Act:
+    """The same buffers with other wide quads, one array per form."""
+    forms = tuple(dataclasses.replace(form, wide=quads) for form, quads in zip(act.forms, wide, strict=True))
     return dataclasses.replace(act, forms=forms)
 
 

@@ -12,7 +12,7 @@ import json
 import logging
 import shutil
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ from ...kernels.ops import Batch, F32Array, I32Array, KVLayer, PackedWeight
 from ...quant.formats.safetensors import INDEX_NAME, weight_files
 from ...quant.formats.stored import map_file
 from ..models.arch import DecoderSpec
-from ..models.decoder import Decoder, Limits, build_decoder
+from ..models.decoder import Decoder, Limits, Wide, build_decoder
 from .convert import TARGETS
 from .entry import (
     ENTRY_VERSION,
@@ -53,7 +53,8 @@ class PackedModel:
     """A model ready to run: `weights` and `vectors` are read-only views of one mapped file, by Hugging Face name.
 
     Without `lm_head.weight` the head is the embedding. `roundings` tell what of the checkpoint is not kept. `digest` is
-    the hash of everything the model is made of. `golden` are logits that it should give.
+    the hash of everything the model is made of. `golden` are logits that it should give. `wide` are the inputs
+    that have 12 bits where others have 8.
     """
 
     name: str
@@ -66,6 +67,7 @@ class PackedModel:
     roundings: tuple[str, ...] = ()
     implementation: str = "llmctl"
     golden: Golden | None = None
+    wide: Wide = field(default_factory=dict)
 
     @property
     def weight_bytes(self) -> int:
@@ -78,7 +80,7 @@ class PackedModel:
 
     def build(self, batch: Batch, kv: Mapping[int, KVLayer], limits: Limits, kernels: str) -> Decoder:
         """Our decoder over these weights; `kv` is each layer's part of the cache."""
-        return build_decoder(self.spec, self.weights, self.vectors, batch, kv, limits, kernels)
+        return build_decoder(self.spec, self.weights, self.vectors, self.wide, batch, kv, limits, kernels)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,10 +30,12 @@ from ...kernels.ops import (
     PackedWeight,
     Program,
     RopeStoreArgs,
+    U8Array,
     act_forms,
     make_act,
     make_rows,
     with_orders,
+    with_wide,
 )
 from .arch import DecoderSpec, LatentSpec, RopeSpec
 from .rope import rope_tables
@@ -51,12 +53,28 @@ class Limits:
     threads: int
 
 
+Wide = Mapping[str, tuple[U8Array | None, ...]]  # the wide quads of an act's forms, by the first linear that reads it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reader:
+    """A linear of the layers: the `op`th op of a decoder, what it reads and its weight. Those that share an input have
+    the same Act.
+    """
+
+    op: int
+    name: str
+    act: Act
+    weight: PackedWeight
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoder:
     """`program.replay()` computes `logits` [max_logit_rows, vocabulary padded to panels] for the rows in the batch.
 
     `ops` are in the order in which they run; `kinds` says what each is, alike in every layer ("norm", "linear q_proj").
-    `queries` are those of the layer that ran last, as it attends with them; None if they are not to be had.
+    `readers` are the layers' linears. `queries` are those of the layer that ran last, as it attends with them; None if
+    they are not to be had.
     """
 
     program: Program
@@ -65,12 +83,14 @@ class Decoder:
     logits: F32Array
     hidden: F32Array
     queries: F32Array | None = None
+    readers: tuple[Reader, ...] = ()
 
 
 def build_decoder(
     spec: DecoderSpec,
     weights: Mapping[str, PackedWeight],
     vectors: Mapping[str, F32Array],
+    wide: Wide,
     batch: Batch,
     kv: Mapping[int, KVLayer],
     limits: Limits,
@@ -79,11 +99,12 @@ def build_decoder(
     """Bind every op of the decoder to its weights and buffers, in the order in which they run.
 
     weights, vectors   by Hugging Face tensor name; vectors are norms and biases
+    wide               wide quads of what the layers' linears read; none where it says nothing
     kv                 each layer's view of its KV group's arena
 
     Raises NoKernel when an op has no kernel for its formats.
     """
-    return _Builder(spec, weights, vectors, batch, kv, limits, kernels).build()
+    return _Builder(spec, weights, vectors, wide, batch, kv, limits, kernels).build()
 
 
 class _Builder:
@@ -92,15 +113,17 @@ class _Builder:
         spec: DecoderSpec,
         weights: Mapping[str, PackedWeight],
         vectors: Mapping[str, F32Array],
+        wide: Wide,
         batch: Batch,
         kv: Mapping[int, KVLayer],
         limits: Limits,
         kernels: str,
     ) -> None:
-        self.spec, self.weights, self.vectors = spec, weights, vectors
+        self.spec, self.weights, self.vectors, self.wide = spec, weights, vectors, wide
         self.batch, self.kv, self.limits, self.kernels = batch, kv, limits, kernels
         self.ops: list[Op] = []
         self.kinds: list[str] = []
+        self.readers: list[Reader] = []
         self.acts: dict[tuple[str, tuple[tuple[str, int], ...]], Act] = {}
         self.buffers: dict[str, F32Array] = {}
         self.ropes: dict[RopeSpec, tuple[F32Array, F32Array]] = {}
@@ -120,7 +143,9 @@ class _Builder:
         self.norm("model.norm", hidden, act, logit_rows_only=True)
         self.add("linear", LinearArgs(self.batch, act, head, None, logits, False, True), "lm_head")
         program = registry.record(self.ops, self.batch, kernels=self.kernels)
-        return Decoder(program, tuple(self.ops), tuple(self.kinds), logits, hidden, self.buffers["q"])
+        return Decoder(
+            program, tuple(self.ops), tuple(self.kinds), logits, hidden, self.buffers["q"], tuple(self.readers)
+        )
 
     def attention(self, layer: int, hidden: F32Array) -> None:
         if self.spec.latent is not None:
@@ -217,7 +242,8 @@ class _Builder:
         key = role, tuple((kind, group) for kind, group, _ in forms)
         if key not in self.acts:
             self.acts[key] = make_act(width, self.limits.max_rows, self.limits.threads, formats, orders)
-        return with_orders(self.acts[key], [order for _, _, order in forms])
+        act = with_orders(self.acts[key], [order for _, _, order in forms])
+        return with_wide(act, self.wide.get(consumers[0], (None,) * len(forms)))
 
     def rows(self, role: str, width: int) -> F32Array:
         """The role's plain rows, shared by all layers."""
@@ -233,7 +259,9 @@ class _Builder:
         bias = self.vectors.get(f"{name}.bias")
         if bias is not None:
             bias = np.pad(bias, (0, -len(bias) % 16))
-        args = LinearArgs(self.batch, act, self.weights[f"{name}.weight"], bias, out, add, False)
+        weight = self.weights[f"{name}.weight"]
+        self.readers.append(Reader(len(self.ops), name, act, weight))
+        args = LinearArgs(self.batch, act, weight, bias, out, add, False)
         self.add("linear", args, name.rpartition(".")[2])
 
     def add(self, op: str, args: registry.StepArgs, part: str = "") -> None:

@@ -12,8 +12,6 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-import os
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,6 +28,7 @@ from ..models.arch import DecoderSpec
 from ..models.rope import rope_tables
 from ..plan import Plan
 from ..tokenizer import Tokenizer
+from .keep import keep_bytes
 from .layer_watch import LayerWatch
 from .probe_text import PROBE_TEXT
 from .steering import find_steering
@@ -132,17 +131,7 @@ def _keep(path: Path, fits: tuple[KVFit, ...]) -> None:
         follows=np.stack([fit.steering.follow for fit in fits]).astype(np.float16),
         largest=np.stack([fit.largest for fit in fits]),
     )
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".kv-fit-")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data.getvalue())
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        log.warning("the KV cache is fitted anew at every start: cannot write %s: %s", path, error)
+    keep_bytes(path, data.getvalue(), "the KV cache is fitted")
 
 
 def _measure(model: PackedModel, plan: Plan) -> tuple[KVFit, ...]:

@@ -1,4 +1,4 @@
-"""What attention sees of a text, layer by layer: its queries, and K and V as they are before any rounding.
+"""What a text comes to inside of a model: what attention sees, layer by layer, and what linears read.
 
 The model runs op by op with a float32 cache, and stands still where a layer has stored its K and V.
 """
@@ -14,7 +14,7 @@ from ...kernels.formats import KVFormat
 from ...kernels.ops import ROWS, SEQS, F32Array, make_batch
 from ..kv_groups import KVGroup
 from ..load.packed import PackedModel
-from ..models.decoder import Limits
+from ..models.decoder import Limits, Reader
 from ..plan import Plan
 from .cache import BlockShape, allocate
 
@@ -49,13 +49,24 @@ class LayerWatch:
         limits = Limits(longest, 1, longest, plan.threads)
         self._decoder = model.build(self._batch, self._cache.layers, limits, plan.kernels)
 
+    def readers(self, tokens: Sequence[int]) -> Iterator[Reader]:
+        """Each linear of the layers when it is about to read what this text comes to there.
+
+        Only the first rows of its Act, one for each token, are of this text, and only until the next.
+        """
+        self._begin(tokens)
+        readers = {reader.op: reader for reader in self._decoder.readers}
+        for index, op in enumerate(self._decoder.ops):
+            if (reader := readers.get(index)) is not None:
+                yield reader
+            op.run()
+
     def read(self, tokens: Sequence[int]) -> Iterator[Seen]:
         """What each layer sees of this text, in their order."""
-        spec, batch, count, layer = self._spec, self._batch, len(tokens), 0
+        spec, count, layer = self._spec, len(tokens), 0
         queries = self._decoder.queries
         assert queries is not None, "our own decoder has them"
-        batch.counts[[ROWS, SEQS]] = count, 1
-        batch.token[:count], batch.position[:count], batch.seq_rows[0] = tokens, np.arange(count), count
+        self._begin(tokens)
         stored = self._cache.arena.view(np.float32).reshape(self._blocks, spec.num_layers, spec.num_kv_heads, 2, -1)
         for op, kind in zip(self._decoder.ops, self._decoder.kinds, strict=True):
             op.run()
@@ -66,3 +77,8 @@ class LayerWatch:
                 q = queries[:count, : spec.num_heads * spec.head_dim].reshape(count, spec.num_heads, -1)
                 yield Seen(q, k, v)
                 layer += 1
+
+    def _begin(self, tokens: Sequence[int]) -> None:
+        batch, count = self._batch, len(tokens)
+        batch.counts[[ROWS, SEQS]] = count, 1
+        batch.token[:count], batch.position[:count], batch.seq_rows[0] = tokens, np.arange(count), count

@@ -24,6 +24,7 @@ from ..schedule.step import Step, StepResult
 from .cache import allocate, block_shape
 from .inputs import apply_deltas, fill_batch
 from .kv_fit import fit_cache
+from .outliers import widen_outliers
 from .tier_store import Shelf, TierStore, open_tier
 
 
@@ -31,7 +32,7 @@ class Runner:
     """A model, its KV arenas and the state of every slot."""
 
     def __init__(self, model: Model, plan: Plan) -> None:
-        spec = model.spec
+        spec, model = model.spec, widen_outliers(model, plan)
         self.groups = tuple(
             allocate(index, group, block_shape(spec, group, plan.block_size, plan.kv_formats), plan.kernels)
             for index, group in enumerate(plan.groups)

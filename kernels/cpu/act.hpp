@@ -4,6 +4,9 @@
 // 12 bits), and the sum of the codes. A true division, not a product with 1 / scale: that is the meaning of the op. A
 // NaN or Inf anywhere in a group makes its scale NaN or Inf, so it reaches every output that reads the group. A form may
 // have its values in another order: that of a weight whose groups are not of consecutive inputs.
+//
+// A wide quad does not count for the scale until it is 16 times larger than the rest: an outlier no longer costs its
+// neighbours their precision.
 #pragma once
 
 #include "batch.hpp"
@@ -41,6 +44,50 @@ LLMCTL_INLINE int32_t quantize_group(const float* x, int group, float top, Code*
   return Isa::sum_i(sum);
 }
 
+// The same for a group of int8 whose four codes from 4 * quad on are wide; their high parts go to `high`.
+template <class Isa>
+LLMCTL_INLINE int32_t quantize_wide_group(const float* x, int group, int quad, int8_t* codes, float* scale,
+                                          int32_t* high) {
+  using F = typename Isa::F;
+  using I = typename Isa::I;
+  const int at = 4 * quad / kLanes * kLanes, first = 4 * quad - at;
+  const F wide = Isa::lanes(first, first + 4), none = Isa::set1(0.0f);
+  I largest = Isa::zero_i();
+  for (int k = 0; k < group; k += kLanes) {
+    const F size = Isa::abs(Isa::load(x + k));
+    largest = Isa::max_i(largest, Isa::bits_i(k == at ? Isa::select(wide, none, size) : size));
+  }
+  const I widest = Isa::bits_i(Isa::select(wide, Isa::abs(Isa::load(x + at)), none));
+  const float narrow = bits_as<float>(Isa::max_lane_i(largest)) / top_code(FormKind::i8);
+  const float broad = bits_as<float>(Isa::max_lane_i(widest)) / kWideTop;
+  *scale = narrow > broad || narrow != narrow ? narrow : broad;  // a NaN of either is kept
+  *high = 0;
+  if (*scale == 0.0f) {
+    std::memset(codes, 0, static_cast<std::size_t>(group));
+    return 0;
+  }
+  const F s = Isa::set1(*scale), top = Isa::set1(top_code(FormKind::i8));
+  I sum = Isa::zero_i();
+  for (int k = 0; k < group; k += kLanes) {
+    const F most = k == at ? Isa::select(wide, Isa::set1(kWideTop), top) : top;
+    I code = Isa::to_int(Isa::max(Isa::min(Isa::div(Isa::load(x + k), s), most), Isa::sub(none, most)));
+    sum = Isa::add_i(sum, code);
+    if (k == at) {
+      const I shifted = Isa::add_i(code, Isa::set1_i(8 + (1 << 16)));
+      const I upper = Isa::sub_i(Isa::template shift_right<4>(shifted), Isa::set1_i(1 << 12));
+      int8_t bytes[kLanes], parts[kLanes];
+      Isa::store_i8(bytes, upper);
+      Isa::store_i8(codes + k, code);
+      Isa::store_i8(parts, Isa::sub_i(code, Isa::template shift_left<4>(upper)));
+      std::memcpy(high, bytes + first, 4);
+      std::memcpy(codes + 4 * quad, parts + first, 4);
+      continue;
+    }
+    Isa::store_i8(codes + k, code);
+  }
+  return Isa::sum_i(sum);
+}
+
 template <class Isa, class Code>
 LLMCTL_INLINE void quantize_row(const Act& act, const Form& form, long row) {
   const float* x = act.row(row);
@@ -53,6 +100,13 @@ LLMCTL_INLINE void quantize_row(const Act& act, const Form& form, long row) {
     if (form.order != nullptr) {
       for (int j = 0; j < form.group; ++j) gathered[j] = x[form.order[at + j]];
       from = gathered;
+    }
+    if constexpr (sizeof(Code) == 1) {
+      if (form.wide != nullptr && form.wide[g] != kNoQuad) {
+        const long i = row * groups + g;
+        form.sums[i] = quantize_wide_group<Isa>(from, form.group, form.wide[g], codes + at, form.scales + i, form.high + i);
+        continue;
+      }
     }
     form.sums[row * groups + g] =
         quantize_group<Isa, Code>(from, form.group, top_code(form.kind), codes + at, form.scales + row * groups + g);

@@ -59,13 +59,21 @@ enum class FormKind : int { i8, i16 };
 
 // Activations quantized per row and group: codes [rows, k], scales and sums [rows, k / group].
 // Code j is of value order[j] of the row, of value j if `order` is null.
+//
+// A group of i8 may have one wide quad, four codes of 12 bits that begin at 4 * wide[group]: code = 16 high + low, where
+// low in [-8, 7] is among the codes and high is one of four bytes in `high` [rows, k / group]. Sums are of whole codes.
+constexpr uint8_t kNoQuad = 255;
+constexpr float kWideTop = 2032.0f;  // 16 * 127
+
 struct Form {
   FormKind kind;
   int group;
   const int32_t* order;  // [k]
+  const uint8_t* wide;   // [k / group], kNoQuad where a group has none; null if none has
   void* codes;  // int8 or int16
   float* scales;
   int32_t* sums;
+  int32_t* high;
 };
 
 struct Act {

@@ -120,17 +120,22 @@ Weight make_weight(const std::string& kind_name, int group, const std::string& z
   return {kind, group, n, k, panels, panel_bytes, at<const uint8_t>(data)};
 }
 
-Form make_form(const std::string& kind, int group, Address codes, Address scales, Address sums, Address order) {
+Form make_form(const std::string& kind, int group, Address codes, Address scales, Address sums, Address order,
+               Address wide, Address high) {
   require(kind == "i8" || kind == "i16", "unknown activation form `" + kind + "`");
   require(group > 0 && group % 32 == 0, "activation group " + text(group) + " is not a multiple of 32");
   require(order == 0 || group <= kMaxOrderedGroup,
           "activation group " + text(group) + " with an order, at most " + text(kMaxOrderedGroup));
+  require(wide == 0 || (kind == "i8" && group / 4 <= kNoQuad && high != 0),
+          "activation form " + kind + " of group " + text(group) + " with wide quads");
   return {kind == "i8" ? FormKind::i8 : FormKind::i16,
           group,
           at<const int32_t>(order),
+          at<const uint8_t>(wide),
           at<void>(codes),
           at<float>(scales),
-          at<int32_t>(sums)};
+          at<int32_t>(sums),
+          at<int32_t>(high)};
 }
 
 Act make_act(int k, int max_rows, int rows, Address values, const std::vector<Form>& forms) {
@@ -409,10 +414,11 @@ NB_MODULE(_cpu, m) {
           "kind"_a, "group"_a, "zero"_a, "n"_a, "k"_a, "data"_a, "bytes"_a);
   nb::class_<Form>(m, "Form").def(
       "__init__",
-      [](Form* self, const std::string& kind, int group, Address codes, Address scales, Address sums, Address order) {
-        new (self) Form(make_form(kind, group, codes, scales, sums, order));
+      [](Form* self, const std::string& kind, int group, Address codes, Address scales, Address sums, Address order,
+         Address wide, Address high) {
+        new (self) Form(make_form(kind, group, codes, scales, sums, order, wide, high));
       },
-      "kind"_a, "group"_a, "codes"_a, "scales"_a, "sums"_a, "order"_a);
+      "kind"_a, "group"_a, "codes"_a, "scales"_a, "sums"_a, "order"_a, "wide"_a, "high"_a);
   nb::class_<Act>(m, "Act").def(
       "__init__",
       [](Act* self, int k, int max_rows, int rows, Address values, const std::vector<Form>& forms) {

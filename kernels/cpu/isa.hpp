@@ -402,6 +402,12 @@ struct Generic {
     low = Codes4{{I(words & 15u), I((words >> 8) & 15u), I((words >> 16) & 15u), I((words >> 24) & 15u)}};
     high = Codes4{{I((words >> 4) & 15u), I((words >> 12) & 15u), I((words >> 20) & 15u), I(words >> 28)}};
   }
+  LLMCTL_INLINE Codes4 load_codes4_times16(const uint8_t* p, int upper) {
+    Codes4 low, high;
+    load_codes4(p, low, high);
+    const Codes4& w = upper != 0 ? high : low;
+    return Codes4{{w.k[0] * 16, w.k[1] * 16, w.k[2] * 16, w.k[3] * 16}};
+  }
   LLMCTL_INLINE Sum4 zero_sum4() { return I{}; }
   LLMCTL_INLINE X4 broadcast_x4(const int8_t* x) {
     return X4{{set1_i(x[0]), set1_i(x[1]), set1_i(x[2]), set1_i(x[3])}};

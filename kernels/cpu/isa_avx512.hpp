@@ -79,6 +79,11 @@ struct Avx512 : Avx2 {
       low = _mm512_and_si512(bytes, nibble);
       high = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble);
     }
+    LLMCTL_INLINE Codes4 load_codes4_times16(const uint8_t* p, int upper) {  // the low or the high ones
+      const __m128i left = _mm_cvtsi32_si128(upper != 0 ? 0 : 4);
+      const __m512i bytes = _mm512_sll_epi16(_mm512_loadu_si512(p), left);
+      return _mm512_and_si512(bytes, _mm512_set1_epi8(static_cast<char>(0xF0)));
+    }
     LLMCTL_INLINE Sum4 zero_sum4() { return _mm512_setzero_si512(); }
     LLMCTL_INLINE X4 broadcast_x4(const int8_t* x) { return broadcast_word(x); }
     LLMCTL_INLINE Sum4 dot4(Sum4 sum, Codes4 w, X4 x) { return _mm512_dpbusd_epi32(sum, w, x); }

@@ -44,6 +44,38 @@ LLMCTL_INLINE void add_block_int4(const uint8_t* __restrict w, const int8_t* __r
   }
 }
 
+// total[row][v] += 16 times the products of the four wide codes' high parts; `codes` are the group's.
+template <class C, int kRows>
+LLMCTL_INLINE void add_wide_quad(const uint8_t* __restrict codes, int quad, const int32_t* __restrict high, long stride,
+                                 typename C::I (&total)[kRows][kPanel / C::kWidth]) {
+  constexpr int kVectors = kPanel / C::kWidth;
+  const uint8_t* from = codes + 32 * (quad & ~1);
+  typename C::Codes4 w[kVectors];
+  LLMCTL_UNROLL
+  for (int v = 0; v < kVectors; ++v) {
+    if constexpr (C::kLongSums) {
+      w[v] = C::load_codes4_times16(from + 4 * C::kWidth * v, quad & 1);
+    } else {
+      typename C::Codes4 low, upper;
+      C::load_codes4(from + 4 * C::kWidth * v, low, upper);
+      w[v] = (quad & 1) != 0 ? upper : low;
+    }
+  }
+  LLMCTL_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    const auto xi = C::broadcast_x4(reinterpret_cast<const int8_t*>(high + i * stride));
+    LLMCTL_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      if constexpr (C::kLongSums) {
+        total[i][v] = C::dot4(total[i][v], w[v], xi);
+      } else {  // 16 times a code would overflow the products' 16 bits
+        const auto products = C::sum4_to_int(C::dot4(C::zero_sum4(), w[v], xi));
+        total[i][v] = C::add_i(total[i][v], C::template shift_left<4>(products));
+      }
+    }
+  }
+}
+
 // kKind is one of the three int4 kinds, by how a code becomes a value:
 //   int4      (q - 8) s: the integer sum starts at -8 sum(x)
 //   int4_int  (q - z) s: z sum(x) is taken off the integer sum
@@ -51,8 +83,9 @@ LLMCTL_INLINE void add_block_int4(const uint8_t* __restrict w, const int8_t* __r
 // kOneBlock: the group is 32; otherwise it is `blocks` times 32.
 template <class C, WeightKind kKind, bool kOneBlock, int kRows>
 LLMCTL_NOINLINE void tile_int4(const uint8_t* __restrict w, const int8_t* __restrict x, long x_stride,
-                               const float* __restrict x_scale, const int32_t* __restrict x_sum, long groups,
-                               int blocks, float* __restrict sums) {
+                               const float* __restrict x_scale, const int32_t* __restrict x_sum,
+                               const uint8_t* __restrict wide, const int32_t* __restrict high, long groups, int blocks,
+                               float* __restrict sums) {
   using F = typename C::F;
   using I = typename C::I;
   constexpr int kVectors = kPanel / C::kWidth;
@@ -75,6 +108,7 @@ LLMCTL_NOINLINE void tile_int4(const uint8_t* __restrict w, const int8_t* __rest
       LLMCTL_UNROLL
       for (int v = 0; v < kVectors; ++v) total[i][v] = start;
     }
+    if (wide != nullptr && wide[g] != kNoQuad) add_wide_quad<C, kRows>(w, wide[g], high + g, groups, total);
     const int count = kOneBlock ? 1 : blocks;
 #pragma GCC unroll 1
     for (int b = 0; b < count; ++b) {
@@ -138,10 +172,12 @@ struct Int4Tile {
     const int8_t* x = static_cast<const int8_t*>(a.form.codes) + row * a.act.k;
     const float* x_scale = a.form.scales + row * groups;
     const int32_t* x_sum = a.form.sums + row * groups;
+    const uint8_t* wide = a.form.wide;
+    const int32_t* high = a.form.high + row * groups;
     if (blocks == 1) {
-      tile_int4<C, kKind, true, kRows>(w, x, a.act.k, x_scale, x_sum, groups, blocks, sums);
+      tile_int4<C, kKind, true, kRows>(w, x, a.act.k, x_scale, x_sum, wide, high, groups, blocks, sums);
     } else {
-      tile_int4<C, kKind, false, kRows>(w, x, a.act.k, x_scale, x_sum, groups, blocks, sums);
+      tile_int4<C, kKind, false, kRows>(w, x, a.act.k, x_scale, x_sum, wide, high, groups, blocks, sums);
     }
   }
 };

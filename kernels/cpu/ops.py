@@ -16,7 +16,9 @@ import numpy.typing as npt
 from .. import _cpu
 from ..formats import KV_BYTES, WeightFormat
 from ..ops import (
+    NO_QUAD,
     Act,
+    ActForm,
     ActMulArgs,
     AttendArgs,
     Batch,
@@ -358,10 +360,23 @@ def _act(act: Act) -> _cpu.Act:
             _address(form.scales, np.float32),
             _address(form.sums, np.int32),
             _order(form.order, act.k),
+            _wide(form, act.k),
+            0 if form.high is None else _address(form.high, np.int32),
         )
         for form in act.forms
     ]
     return _cpu.Act(act.k, act.max_rows, act.values.shape[0], _address(act.values, np.float32), forms)
+
+
+def _wide(form: ActForm, k: int) -> int:
+    """The address of a form's wide quads, 0 without any."""
+    if form.wide is None:
+        return 0
+    if form.wide.shape != (k // form.group,):
+        raise ValueError(f"wide quads of shape {form.wide.shape} for {k // form.group} groups")
+    if ((form.wide != NO_QUAD) & (form.wide >= form.group // 4)).any():
+        raise ValueError(f"a wide quad is outside of its group of {form.group}")
+    return _address(form.wide, np.uint8)
 
 
 def _steering(kv: KVLayer) -> tuple[int, int]:

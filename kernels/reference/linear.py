@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..ops import ActForm, LinearArgs, act_form_of, find_form
-from .act import batch_rows
+from .act import batch_rows, whole_codes
 from .weight import Groups, float_values, integer_groups
 
 
@@ -35,7 +35,7 @@ class IntegerLinear:
 
     def run(self) -> None:
         rows = _rows(self.args)
-        codes = torch.from_numpy(self.form.codes)[:rows].double()
+        codes = whole_codes(self.form, rows).double()
         scales = torch.from_numpy(self.form.scales)[:rows].double()
         w, group = self.weight, self.form.group
         total = torch.zeros((rows, self.args.weight.n), dtype=torch.float64)

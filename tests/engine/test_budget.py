@@ -5,8 +5,9 @@ import re
 import msgspec
 import pytest
 
-from llmctl.engine.budget import choose_kv_format, kv_bytes_per_token, memory_budget
+from llmctl.engine.budget import memory_budget
 from llmctl.engine.config import EngineConfig
+from llmctl.engine.kv_choice import choose_kv_format, kv_bytes_per_token
 from llmctl.engine.models.arch import DecoderSpec, RopeSpec
 from llmctl.engine.pools import blocks_for
 from llmctl.engine.sizes import format_bytes

@@ -13,7 +13,9 @@ import torch
 from llmctl.kernels.cpu.pack import pack
 from llmctl.kernels.formats import KVFormat, WeightFormat, parse_weight_format
 from llmctl.kernels.ops import (
+    NO_QUAD,
     Act,
+    ActForm,
     ActMulArgs,
     AttendArgs,
     Batch,
@@ -26,9 +28,11 @@ from llmctl.kernels.ops import (
     NormArgs,
     PackedWeight,
     RopeStoreArgs,
+    U8Array,
     make_act,
     make_batch,
     make_rows,
+    with_wide,
 )
 from llmctl.kernels.reference.act import write_act
 from llmctl.kernels.reference.kv import head_view, latent_view, view_of
@@ -121,10 +125,14 @@ def act_outputs(act: Act, rows: int) -> dict[str, np.ndarray]:
     """What consumers of `rows` rows will read."""
     found = {"values": act.values[:rows]}
     for i, form in enumerate(act.forms):
+        if form.wide is not None:
+            found[f"{i}.wide"] = form.wide
         found[f"{i}.order"] = np.arange(act.k) if form.order is None else form.order
         found[f"{i}.{form.kind}.{form.group}.codes"] = form.codes[:rows]
         found[f"{i}.{form.kind}.{form.group}.scales"] = form.scales[:rows]
         found[f"{i}.{form.kind}.{form.group}.sums"] = form.sums[:rows]
+        if form.wide is not None and form.high is not None:
+            found[f"{i}.{form.kind}.{form.group}.high"] = form.high[:rows, form.wide != NO_QUAD]
     return found
 
 
@@ -135,7 +143,19 @@ def act_with_all_forms(k: int) -> Act:
     if k % 32 == 0:
         formats.append(parse_weight_format("int4g32"))
         orders.append(np.random.default_rng(k).permutation(k).astype(np.int32))
-    return make_act(k, MAX_ROWS, THREADS, formats, orders)
+    act = make_act(k, MAX_ROWS, THREADS, formats, orders)
+    plain = next((i for i, form in enumerate(act.forms) if form.kind == "i8" and form.order is None), 0)
+    return with_wide(act, [None if i == plain else random_quads(form, k) for i, form in enumerate(act.forms)])
+
+
+def random_quads(form: ActForm, k: int) -> U8Array | None:
+    """Wide quads in some of the groups of a form of int8, everywhere in them."""
+    if not form.can_widen:
+        return None
+    rng = np.random.default_rng(k + form.group)
+    quads = rng.integers(0, form.group // 4, k // form.group).astype(np.uint8)
+    quads[rng.random(len(quads)) < 0.3] = NO_QUAD
+    return quads
 
 
 def embed_case(format: WeightFormat, rows: int, vocab: int, hidden: int, scale: float = 1.0) -> Case:
@@ -192,6 +212,7 @@ def linear_case(
     add: bool = False,
     logits: bool = False,
     ordered: bool = False,
+    wide: bool = False,
 ) -> Case:
     def make() -> LinearArgs:
         rng = np.random.default_rng(rows * 7 + n)
@@ -199,7 +220,11 @@ def linear_case(
         orders = [None, rng.permutation(k).astype(np.int32)] if ordered else [None]
         act = make_act(k, MAX_ROWS, THREADS, [format] * len(orders), orders)
         used = int(batch.counts[2 if logits else 0])
-        write_act(act, torch.from_numpy(rng.standard_normal((used, k)).astype(np.float32)))
+        x = rng.standard_normal((used, k)).astype(np.float32)
+        if wide:
+            act = with_wide(act, [random_quads(form, k) for form in act.forms])
+            x[:, ::5] *= 60  # outliers, in wide quads and elsewhere
+        write_act(act, torch.from_numpy(x))
         padded = np.zeros(-(-n // 16) * 16, np.float32)
         padded[:n] = rng.standard_normal(n)
         weight = dataclasses.replace(random_weight(format, n, k, rng), order=orders[-1])
@@ -209,7 +234,8 @@ def linear_case(
         used = int(args.batch.counts[2 if logits else 0])
         return {"out": args.out[:used, :n], "rest": args.out[used:, :n]}
 
-    name = f"{format.name}-m{rows}-{n}x{k}{'-bias' * bias}{'-add' * add}{'-logits' * logits}{'-ordered' * ordered}"
+    flags = {"-bias": bias, "-add": add, "-logits": logits, "-ordered": ordered, "-wide": wide}
+    name = f"{format.name}-m{rows}-{n}x{k}" + "".join(flag for flag, on in flags.items() if on)
     return Case("linear", name, format.kind, make, outputs)
 
 
@@ -393,6 +419,11 @@ def all_cases() -> Iterator[Case]:
         yield linear_case(format, 1, 16, k, logits=True)
         if not format.is_float and format.group <= 128:
             yield linear_case(format, 3, 40, k, ordered=True)
+        if format.kind == "int4":
+            for rows in (1, 3, 9):
+                yield linear_case(format, rows, 40, k, wide=True)
+            if format.group <= 128:
+                yield linear_case(format, 5, 33, k, ordered=True, wide=True)
     for k in (1, 7, 9, 33):
         yield linear_case(floats[0], 5, 20, k)
         yield norm_case(5, k, False)

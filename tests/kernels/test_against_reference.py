@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from llmctl.kernels import registry
+from llmctl.kernels.ops import NO_QUAD
 from llmctl.kernels.reference import ENTRIES as REFERENCE
-from llmctl.kernels.reference.act import quantize
+from llmctl.kernels.reference.act import cut, quantize
 
 from .cases import Case, all_cases
 
@@ -51,7 +52,7 @@ def test_a_kernel_computes_what_the_reference_computes(entry, case):
     assert ours.keys() == expected.keys()
     limit = TOLERANCES[case.dtype]
     for name in expected:
-        if name.endswith((".codes", ".scales", ".sums")):
+        if name.endswith((".codes", ".scales", ".sums", ".high")):
             continue  # of values that may differ in the last bit: test_forms_are_those_of_the_values
         size = np.abs(expected[name]).max(initial=0)
         assert np.isfinite(ours[name]).all(), name
@@ -70,8 +71,14 @@ def test_forms_are_those_of_the_values(entry, case):
             form = name.removesuffix(".codes")
             index, kind, group = form.split(".")
             values = torch.from_numpy(ours["values"][:, ours[f"{index}.order"]])
-            codes, scales, sums = quantize(values, kind, int(group))
-            assert np.array_equal(ours[name], codes.numpy()), name
+            wide = ours.get(f"{index}.wide")
+            codes, scales, sums = quantize(values, kind, int(group), wide)
+            if wide is None:
+                assert np.array_equal(ours[name], codes.numpy()), name
+            else:
+                parts, high = cut(codes, wide, int(group))
+                assert np.array_equal(ours[name], parts.numpy()), name
+                assert np.array_equal(ours[f"{form}.high"], high[:, wide != NO_QUAD].numpy()), name
             assert np.array_equal(ours[f"{form}.scales"], scales.numpy()), name
             assert np.array_equal(ours[f"{form}.sums"], sums.numpy()), name
 

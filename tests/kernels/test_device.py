@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
-from llmctl.kernels.device import default_threads, read_machine
+from llmctl.kernels.device import default_threads, give_back_freed_memory, read_machine
 
 GIB = 1 << 30
 
@@ -74,3 +76,24 @@ def test_unlimited_version_1_groups_change_nothing(root):
 
 def test_threads_never_exceed_the_affinity_mask():
     assert 1 <= default_threads() <= len(os.sched_getaffinity(0))
+
+
+def test_memory_that_was_freed_between_what_stays_goes_back_to_the_system():
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "malloc_trim"):
+        give_back_freed_memory()  # does nothing
+        return
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    pieces = [libc.malloc(100_000) for _ in range(300)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, 100_000)
+    for piece in pieces[:-1]:
+        libc.free(piece)
+    held = resident()
+    give_back_freed_memory()
+    assert held - resident() > 20 << 20
+    libc.free(pieces[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -69,6 +70,17 @@ def test_codes_round_half_to_even_and_zeros_have_scale_zero():
     assert codes[0, :4].tolist() == [127, 0, 2, -2]
     assert scales.tolist() == [[1, 0]] and sums.tolist() == [[127, 0]] and not codes[0, 32:].any()
     assert act.quantize(x, "i16", 32)[0][0, 0] == 2047
+
+
+def test_a_wide_quad_keeps_its_outlier_and_its_neighbours_precision():
+    x = torch.full((1, 32), 1.27)
+    x[0, 5] = -20.004
+    codes, scales, sums = act.quantize(x, "i8", 32, np.array([1], np.uint8))
+    assert scales.tolist() == [[pytest.approx(0.01)]] and codes[0, 0] == 127 and codes[0, 5] == -2000
+    assert sums.item() == 31 * 127 - 2000
+    x[0, 5] = 1e4  # further away than 12 bits can tell apart from the rest
+    codes, scales, _ = act.quantize(x, "i8", 32, np.array([1], np.uint8))
+    assert codes[0, 5] == 2032 and scales.item() == pytest.approx(1e4 / 2032)
 
 
 def test_norm_is_torch_rms_norm():

@@ -19,6 +19,7 @@ from ....kernels.formats import F16, KVFormat, WeightFormat
 from ....kernels.ops import (
     ATTEND_SPLIT,
     MAX_TOP,
+    NO_QUAD,
     SAMPLE_ROW,
     ActMulArgs,
     AttendArgs,
@@ -37,6 +38,7 @@ from ....kernels.ops import (
     make_act,
     make_batch,
     make_rows,
+    with_wide,
 )
 from .shapes import CONTEXTS, KV_KINDS, LATENT_KINDS, ROWS, SHAPES, Shape
 
@@ -113,8 +115,14 @@ def _linear_args(form: WeightFormat, rows: int, n: int, k: int, size: int, copie
         part.codes[:] = 3
         part.scales[:] = 0.01
         part.sums[:] = 3 * part.group
+    act = with_wide(act, [_half_wide(k // part.group) if part.kind == "i8" else None for part in act.forms])
     weights = filler(copies * size).reshape(copies, size)
     return [LinearArgs(batch, act, PackedWeight(form, n, k, data), None, out, False, False) for data in weights]
+
+
+def _half_wide(groups: int) -> U8Array:
+    """Wide quads in every second group, as a model has them."""
+    return np.where(np.arange(groups) % 2 == 0, np.uint8(3), np.uint8(NO_QUAD))
 
 
 def _attention(shape: Shape, kind: str) -> Iterator[Case]:
