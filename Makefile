@@ -1,7 +1,8 @@
 # make demo    set up, then all commands on the default model: fetch, quantize, serve, bench, chat (recipes/demo.sh)
 # make test    set up and run the tests
 # make lint    ruff and mypy
-# make kernels-all  compile every CUDA kernel for every architecture, and run all of them in emulation; hours, no GPU
+# make kernels-all  compile every CUDA kernel for every architecture, and run all of them in emulation; hours, no GPU;
+#                   JOBS=4 by four processes; what was compiled is kept, so it goes on where it was interrupted
 # make gpu-check    on a machine with an NVIDIA GPU: the kernels against float64, and beside what the hardware can do
 # make wheel   build a wheel into dist/
 #
@@ -13,6 +14,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
+JOBS ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -50,6 +52,7 @@ test-all: setup
 
 # mypy takes the package's name from its folder, which a clone may have called anything; hence the link.
 kernels-all: setup
+	LLMCTL_CACHE=build $(BIN)/python -m llmctl kernels build --all --arch all --jobs $(JOBS)
 	$(BIN)/python -m pytest -q tests/kernels/cuda
 
 # Uses the packages that are there: PYTHON names an interpreter with torch for CUDA, numpy and msgspec.

@@ -17,6 +17,7 @@ from ..engine.load.convert import rounding
 from ..engine.load.hub import Remotes, hub_download, resolve
 from ..engine.load.wheel import pip_download
 from ..engine.models.families import known_families
+from ..kernels.cuda import devices
 from ..kernels.device import Machine, default_threads, read_machine
 from ..kernels.errors import LlmctlError
 from ..quant.formats.gguf_blocks import TYPES
@@ -41,11 +42,24 @@ class CacheFolder:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuState:
+    """A GPU; `problem` says why no kernel could run on it, "" if they could. Memory in bytes."""
+
+    device: str
+    name: str
+    capability: str
+    processors: int
+    memory_total: int
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
 class Diagnosis:
     """`problems` keep something from working here; `default_model` is its file or folder, "" if not fetched yet.
 
     `families` are those of our own decoder; other decoders go through transformers. `gguf_types` are those that keep
-    every value, `gguf_roundings` say what happens to the others that can be read.
+    every value, `gguf_roundings` say what happens to the others that can be read. `no_gpu` says why there are no
+    `gpus`.
     """
 
     version: str
@@ -59,6 +73,8 @@ class Diagnosis:
     packages: dict[str, str]
     caches: tuple[CacheFolder, ...]
     default_model: str
+    gpus: tuple[GpuState, ...]
+    no_gpu: str
     problems: tuple[str, ...]
 
 
@@ -68,6 +84,7 @@ def diagnose(environment: Environment) -> Diagnosis:
     gguf = {kind.name: kind.format for kind in TYPES.values() if kind.format is not None}
     remotes = Remotes(_hub_cache(), hub_download, pip_download, default_order=("hub",))
     packages = {name: _version(name) for name in (*NEEDED, *OPTIONAL)}
+    gpus, no_gpu = _gpus()
     return Diagnosis(
         version=__version__,
         machine=read_machine(),
@@ -83,6 +100,8 @@ def diagnose(environment: Environment) -> Diagnosis:
             CacheFolder("Hugging Face downloads", remotes.hub_cache, folder_bytes(remotes.hub_cache)),
         ),
         default_model=_default_model(environment, remotes),
+        gpus=gpus,
+        no_gpu=no_gpu,
         problems=tuple(_problems(environment, found, packages)),
     )
 
@@ -97,6 +116,22 @@ def folder_bytes(folder: Path) -> int:
             except FileNotFoundError:
                 continue
     return total
+
+
+def _gpus() -> tuple[tuple[GpuState, ...], str]:
+    """The GPUs of this machine, and why there are none."""
+    try:
+        found = devices.gpus()
+    except LlmctlError as error:
+        return (), error.message
+    states = tuple(
+        GpuState(
+            f"cuda:{info.index}", info.name, "{}.{}".format(*info.capability), info.processors, info.memory_total,
+            devices.why_unusable(info),
+        )
+        for info in found
+    )  # fmt: skip
+    return states, "" if states else "the CUDA driver knows of none"
 
 
 def _hub_cache() -> Path:

@@ -246,6 +246,15 @@ def memory_config(
             "it is needed, beside the models (LLMCTL_CACHE), and given back at the end.",
         ),
     ] = _DEFAULT.swap_space,
+    device: Annotated[
+        str,
+        _name(
+            "--device",
+            metavar="DEVICE",
+            text="cpu, cuda (the first of NVIDIA's GPUs), cuda:1 and so on, or auto: a GPU that can be used, else the "
+            "CPU.",
+        ),
+    ] = _DEFAULT.device,
     model_impl: Annotated[
         str,
         _name(
@@ -281,6 +290,7 @@ def memory_config(
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         gpu_memory_utilization=gpu_memory_utilization,
         swap_space=swap_space,
+        device=device,
         model_impl=model_impl,
         speculative_config=speculative_config,
     )
@@ -354,11 +364,42 @@ def engine_config(
     ] = _DEFAULT.threads,
     seed: Seed = None,
     async_depth: Annotated[
-        int, _count("--async-depth", text="Steps in flight, 1 or 2; the tokens are the same.")
+        int,
+        _count("--async-depth", text="Steps in flight, 1 or 2; the tokens are the same. 0: 2 on a GPU, 1 on a CPU."),
     ] = _DEFAULT.async_depth,
+    enforce_eager: Annotated[
+        bool,
+        typer.Option(
+            "--enforce-eager",
+            help="On a GPU, launch every kernel by itself instead of replaying captured graphs.",
+        ),
+    ] = _DEFAULT.enforce_eager,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="On a GPU, give a request the same bits in any company; on a CPU it always has them.",
+        ),
+    ] = _DEFAULT.deterministic,
+    jit: Annotated[
+        bool,
+        typer.Option(
+            "--jit/--no-jit", help="Compile kernels of a GPU when they are needed, or take only those that are there."
+        ),
+    ] = _DEFAULT.jit,
     kernels: Annotated[
         str, _name("--kernels", text="auto, avx512, avx2, generic (no vector instructions) or reference (plain torch).")
     ] = _DEFAULT.kernels,
+    attention_compute: Annotated[
+        str,
+        _name(
+            "--attention-compute",
+            metavar="TYPE",
+            parser=parse_dtype,
+            text="What attention multiplies in on a GPU: float32, tf32, bfloat16, float16, or auto for what loses "
+            "nothing of the activations' type. A CPU computes in float32.",
+        ),
+    ] = _DEFAULT.attention_compute,
 ) -> EngineConfig:
     """The checked EngineConfig that these options ask for."""
     config = msgspec.structs.replace(
@@ -375,7 +416,11 @@ def engine_config(
         threads=threads,
         seed=seed or 0,
         async_depth=async_depth,
+        enforce_eager=enforce_eager,
+        deterministic=deterministic,
+        jit=jit,
         kernels=kernels,
+        attention_compute=attention_compute,
     )
     config.check()
     return config

@@ -7,13 +7,17 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from ..kernels import registry
+from ..kernels.cuda.driver import OutOfMemory
 from ..kernels.device import give_back_freed_memory
 from ..kernels.errors import CapacityError
 from .audit import AuditedEngine
 from .budget import MemoryBudget
 from .config import EngineConfig, environment
+from .device import settle
 from .drafting import draft_config, make_proposer
 from .engine import Core, Engine, StepRunner
+from .load.convert import NATIVE
 from .load.disk import check_swap_room
 from .load.hub import resolve as resolve_source
 from .load.model import Model, open_model
@@ -23,6 +27,7 @@ from .messages import EngineInfo
 from .plan import Plan, resolve
 from .pools import blocks_for
 from .runner.golden import check_golden
+from .runner.make import make_runner
 from .runner.probe import try_bits
 from .runner.runner import RecordingRunner, Runner
 from .schedule.limits import SchedulerConfig
@@ -41,11 +46,15 @@ def find_model(config: EngineConfig, progress: Progress | None = None) -> Model:
     return open_model(
         source,
         implementation=config.model_impl,
-        dtype=config.dtype,
+        dtype=NATIVE if config.dtype == "auto" and _runs_on_gpu(config) else config.dtype,
         cache=settings.cache,
         progress=progress,
         rope_scaling=config.rope_scaling,
     )
+
+
+def _runs_on_gpu(config: EngineConfig) -> bool:
+    return config.kernels == registry.CUDA or settle(config)[1] is not None
 
 
 def build_engine(
@@ -75,19 +84,24 @@ def assemble(
     plan, budget = resolve(config, model, draft)
     log.info("plan: %s", plan)
     log.info("memory: %s", budget)
-    if plan.tier_blocks:  # before anything is built
+    if plan.tier_blocks and not plan.on_gpu:  # before anything is built
         check_swap_room(Path(plan.tier_folder), budget.tier_bytes)
     try:
-        runner = Runner(model, plan)
+        runner = make_runner(model, plan)
+    except OutOfMemory as error:
+        raise _no_memory(budget) from error
     except (MemoryError, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.ENOMEM:
             raise
         raise _no_memory(budget) from error
-    same_bits = plan.model_impl == "llmctl" or _tried(runner, model, plan)
+    if isinstance(runner, Runner):
+        same_bits = plan.model_impl == "llmctl" or _tried(runner, model, plan)
+    else:
+        same_bits = plan.deterministic
     if model.golden is not None and config.rope_scaling is None:  # what was measured had the model's own rope
         check_golden(runner, plan, model, model.golden)
     driven: StepRunner = runner if record is None else RecordingRunner(runner, record)
-    proposer = None if draft is None else make_proposer(draft, model, plan)
+    proposer = None if draft is None else make_proposer(draft, model, plan, runner)
     engine: Core = Engine(Scheduler(scheduler_config(plan, epoch), proposer), driven, plan.async_depth)
     if config.cache_audit:
         engine = AuditedEngine(engine, config.cache_audit)

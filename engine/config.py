@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ EVICTIONS = ("lru-k", "lru")
 PREEMPTION_MODES = ("auto", "swap", "recompute")
 SPECULATIVE_METHODS = ("ngram", "draft_model", "none")
 IMPLEMENTATIONS = ("auto", "llmctl", "transformers")
+ATTENTION_COMPUTE = {"auto": "", "float32": "f32", "tf32": "tf32", "bfloat16": "bf16", "float16": "f16"}
 KERNELS = ("auto", "avx512", "avx2", "generic", "reference")
 
 
@@ -160,8 +162,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seed                    not 0: requests that name no seed get the next of a series made from this one
     model_impl              llmctl is our own decoder, transformers its modules on our cache and kernels; auto takes
                             transformers for what our decoder does not know
+    attention_compute       what attention multiplies in on a GPU, whatever the type of activations: float32, tf32,
+                            bfloat16, float16, or auto for what loses nothing; a CPU always computes in float32
+    device                  cpu, cuda (the first GPU), cuda:1 and so on, or auto: a GPU that can be used, else the CPU
+    enforce_eager           on a GPU: launch every kernel of every step, instead of replaying captured graphs of decodes
+    deterministic           on a GPU: a request has the same bits in any company, as it always has on a CPU
+    jit                     compile kernels of a GPU that are not compiled yet; without it such a kernel is an error
     cache_audit             share of the requests with a prefix hit whose prompt is computed again, to compare the bits
-    async_depth             steps in flight; 2 overlaps scheduling with computing and gives the tokens of 1
+    async_depth             steps in flight; 2 overlaps scheduling with computing and gives the tokens of 1. 0: 2 on a
+                            GPU, where launching overlaps too, else 1
     """
 
     model: str = ""
@@ -188,15 +197,30 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_prefill_tokens_beside_decode: int = 0
     threads: int = 0
     seed: int = 0
-    async_depth: int = 1
+    async_depth: int = 0
+    device: str = "auto"
+    enforce_eager: bool = False
+    deterministic: bool = False
+    jit: bool = True
     kernels: str = "auto"
     model_impl: str = "auto"
+    attention_compute: str = "auto"
     speculative_config: SpeculativeConfig = SpeculativeConfig()
 
     @property
     def eviction_k(self) -> int:
         """K of the eviction that is asked for; LRU is LRU-1."""
         return 1 if self.cache_eviction == "lru" else self.cache_eviction_k
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU is asked for; see `device.settle` for what `auto` comes to."""
+        return self.device.startswith("cuda")
+
+    @property
+    def depth(self) -> int:
+        """Steps in flight."""
+        return self.async_depth or (2 if self.on_gpu else 1)
 
     @property
     def max_logit_rows(self) -> int:
@@ -214,6 +238,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("--scheduling-policy", self.scheduling_policy, POLICIES),
             ("--kernels", self.kernels, KERNELS),
             ("--model-impl", self.model_impl, IMPLEMENTATIONS),
+            ("--attention-compute", self.attention_compute, ATTENTION_COMPUTE),
         ):
             if value not in choices:
                 raise UsageError(f"{name} is `{value}`", f"choose one of: {', '.join(choices)}")
@@ -227,11 +252,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("--max-model-len", self.max_model_len, 0, 1 << 24),
             ("--cache-eviction-k", self.cache_eviction_k, 1, 16),
             ("--threads", self.threads, 0, 1024),
-            ("--async-depth", self.async_depth, 1, 2),
+            ("--async-depth", self.async_depth, 0, 2),
             ("--max-prefill-tokens-beside-decode", self.max_prefill_tokens_beside_decode, 0, 1 << 20),
         ):
             if not low <= number <= high:
                 raise UsageError(f"{name} is {number}, it must be from {low} to {high}")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
+            raise UsageError(f"--device is `{self.device}`", "choose auto, cpu, cuda, or one of several GPUs: cuda:1")
         if not 0 <= self.gpu_memory_utilization <= 1:
             raise UsageError(
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization:g}, it must be from 0 to 1",

@@ -9,6 +9,7 @@ import msgspec
 from .config import EngineConfig
 from .load.model import Model
 from .plan import Plan
+from .runner.cuda_runner import CudaRunner
 from .runner.draft_model import DraftModel
 from .runner.runner import Runner
 
@@ -22,8 +23,8 @@ def draft_config(config: EngineConfig) -> EngineConfig:
     return msgspec.structs.replace(config, model=config.speculative_config.model, rope_scaling=None)
 
 
-def make_proposer(draft: Model, target: Model, plan: Plan) -> DraftModel:
-    """The draft model, ready to guess for a target of the same vocabulary.
+def make_proposer(draft: Model, target: Model, plan: Plan, runner: Runner | CudaRunner) -> DraftModel:
+    """The draft model, ready to guess for a target of the same vocabulary, on the device of its runner.
 
     A step of one row takes as long as reading the weights, so their sizes say what a guess costs.
     """
@@ -35,7 +36,9 @@ def make_proposer(draft: Model, target: Model, plan: Plan) -> DraftModel:
             draft.name, 100 * ratio, target.name,
         )  # fmt: skip
     return DraftModel(
-        Runner(draft, plan.draft),
+        CudaRunner(draft, plan.draft, runner.gpu, owned=False)
+        if isinstance(runner, CudaRunner)
+        else Runner(draft, plan.draft),
         cost=min(ratio, MOST_COST),
         max_rows=plan.draft.max_num_batched_tokens,
         max_tokens=min(plan.max_model_len, draft.spec.context_length),

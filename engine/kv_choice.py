@@ -9,6 +9,7 @@ import msgspec
 from ..kernels.errors import UsageError
 from ..kernels.formats import KVFormat
 from .config import EngineConfig
+from .gpu_sizes import activation_type
 from .kv_groups import kv_layer_bytes
 from .models.arch import DecoderSpec
 
@@ -19,7 +20,7 @@ _KINDS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "fp8": "fp8_e4
 
 
 def choose_kv_format(config: EngineConfig, weight_formats: Sequence[str], latent: bool = False) -> KVFormat:
-    """How K and V are stored: as asked, else float32 if all weights are, else int16.
+    """How K and V are stored: as asked, else float32 if all weights are, else int16; on a GPU as activations are.
 
     Latents, which are no heads, are by default float32 or bfloat16 if all weights are, else float16.
 
@@ -29,6 +30,8 @@ def choose_kv_format(config: EngineConfig, weight_formats: Sequence[str], latent
     """
     if config.kv_cache_dtype != "auto":
         return KVFormat(_KINDS.get(config.kv_cache_dtype, config.kv_cache_dtype))
+    if config.on_gpu:
+        return KVFormat(activation_type(weight_formats))
     only = set(weight_formats)
     if latent:
         return KVFormat(only.pop() if only in ({"f32"}, {"bf16"}) else "f16")

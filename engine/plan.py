@@ -10,9 +10,15 @@ import hashlib
 import msgspec
 
 from ..kernels import registry
+from ..kernels.cuda.devices import free_memory
+from ..kernels.cuda.driver import DeviceInfo
+from ..kernels.cuda.jit import architecture
 from ..kernels.device import default_threads, read_machine
+from ..kernels.errors import UsageError
 from .budget import MemoryBudget, ModelSize, memory_budget
-from .config import NO_SPECULATION, EngineConfig, SpeculativeConfig, environment
+from .config import ATTENTION_COMPUTE, NO_SPECULATION, EngineConfig, SpeculativeConfig, environment
+from .device import settle
+from .gpu_sizes import activation_type, gpu_weight_bytes
 from .kv_groups import KVGroup
 from .load.model import Model
 from .models.arch import DecoderSpec, RopeSpec
@@ -23,6 +29,7 @@ from .schedule.pace import PaceConfig
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A resolved EngineConfig.
 
+    `activations` is the type that a GPU computes in, f32 on a CPU.
     `max_logit_rows` bounds the rows that get logits in one step; `draft` is the plan of the draft model, which has the
     blocks, slots and positions of this one.
     """
@@ -33,6 +40,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     bits: str
     model_impl: str
     kernels: str
+    attention_compute: str
+    device: str
+    activations: str
+    enforce_eager: bool
+    deterministic: bool
+    jit: bool
     threads: int
     weight_formats: tuple[str, ...]
     ropes: tuple[RopeSpec, ...]
@@ -58,6 +71,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     draft: Plan | None = None
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU runs it; a draft model is where its target is."""
+        return self.device != "cpu"
+
+    @property
     def num_blocks(self) -> int:
         """Blocks of the group that keeps every position."""
         return self.groups[0].num_blocks
@@ -67,7 +85,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Two engines with the same fingerprint give the same bits."""
         same_bits = (
             *(self.digest, self.model_impl, self.isa, self.bits, self.weight_formats, self.kv_formats),
-            *(self.ropes, registry.build_id()),
+            *(self.ropes, self.attention_compute, registry.build_id()),
         )
         return "llmctl-" + hashlib.sha256(msgspec.json.encode(same_bits)).hexdigest()[:16]
 
@@ -81,21 +99,38 @@ def resolve(
     Raises UsageError for options that contradict the model, CapacityError when it does not fit.
     """
     config.check()
+    config, gpu = settle(config, model.implementation)
+    if gpu is None and config.kernels != registry.CUDA and config.attention_compute not in ("auto", "float32"):
+        raise UsageError(
+            f"--attention-compute is `{config.attention_compute}`, and attention runs on the CPU, in float32",
+            "leave it out, or run on a GPU",
+        )
     threads = config.threads or default_threads()
     formats = model.weight_formats
-    beside = None if draft is None else ModelSize(draft.spec, draft.weight_bytes, draft.weight_formats)
-    available = read_machine().memory_available
+    beside = None if draft is None else ModelSize(draft.spec, _weight_bytes(draft, gpu), draft.weight_formats)
+    available = read_machine().memory_available if gpu is None else free_memory(gpu)[0]
     budget = memory_budget(
-        model.spec, model.weight_bytes, formats, config, available, beside, split_windows=split_windows
+        model.spec, _weight_bytes(model, gpu), formats, config, available, beside, split_windows=split_windows
     )
-    isa, bits = registry.configure(config.kernels, threads)
+    activations = "f32" if gpu is None else activation_type(formats)
+    if gpu is None:
+        isa, bits = registry.configure(config.kernels, threads)
+    else:
+        kind = "cuda" if config.deterministic else "cuda-fast"
+        isa, bits = architecture(*gpu.capability), f"{kind} {activations} {gpu.processors}"
     plan = Plan(
         model=model.name,
         digest=model.digest,
         isa=isa,
         bits=bits,
         model_impl=model.implementation,
-        kernels=config.kernels,
+        kernels=registry.CUDA if gpu is not None else config.kernels,
+        attention_compute=ATTENTION_COMPUTE[config.attention_compute],
+        device=config.device,
+        activations=activations,
+        enforce_eager=config.enforce_eager,
+        deterministic=config.deterministic,
+        jit=config.jit,
         threads=threads,
         weight_formats=formats,
         ropes=_ropes(model.spec, budget.max_model_len),
@@ -112,7 +147,7 @@ def resolve(
         scheduling_policy=config.scheduling_policy,
         tenant_weights=tuple(config.tenant_weights.items()),
         pace=PaceConfig(config.max_prefill_tokens_beside_decode, config.itl_target_ms / 1000),
-        async_depth=config.async_depth,
+        async_depth=config.depth,
         tier_blocks=budget.tier_blocks,
         tier_folder=str(environment().cache / "swap"),
         bytes_per_block=budget.swapped_bytes_per_block,
@@ -120,6 +155,12 @@ def resolve(
         speculation=config.speculative_config,
     )
     return (plan if draft is None else _with_draft(plan, draft, budget)), budget
+
+
+def _weight_bytes(model: Model, gpu: DeviceInfo | None) -> int:
+    if gpu is None:
+        return model.weight_bytes
+    return gpu_weight_bytes(model.spec, model.weight_bytes, model.weight_formats)
 
 
 def _ropes(spec: DecoderSpec, max_positions: int) -> tuple[RopeSpec, ...]:
@@ -136,6 +177,7 @@ def _with_draft(plan: Plan, draft: Model, budget: MemoryBudget) -> Plan:
         model=draft.name,
         digest=draft.digest,
         model_impl=draft.implementation,
+        activations=plan.activations if not plan.on_gpu else activation_type(draft.weight_formats),
         weight_formats=draft.weight_formats,
         ropes=_ropes(draft.spec, plan.max_model_len),
         kv_format=budget.draft.kv_format,

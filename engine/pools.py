@@ -28,7 +28,7 @@ class Pools:
         self._block_size = config.block_size
         self.one = blocks_for(length, config.block_size)
         self.most = config.max_num_seqs * self.one
-        self.step_blocks = blocks_for(config.max_num_batched_tokens * config.async_depth, config.block_size)
+        self.step_blocks = blocks_for(config.max_num_batched_tokens * config.depth, config.block_size)
         self._typical = blocks_for(-(-length // 4), config.block_size)
         self._limits = tuple(
             (

@@ -38,6 +38,7 @@ class Scorer:
             num_gpu_blocks_override=blocks,
             kv_cache_memory_bytes=0,
             async_depth=1,
+            device="cpu",
             swap_space=0.0,
             preemption_mode="auto",
             speculative_config=NO_SPECULATION,

@@ -13,6 +13,7 @@ from ..kernels.formats import KVFormat
 from ..kernels.ops import PANEL, steering_width
 from ..kernels.scratch import attend_scratch_bytes, latent_scratch_bytes, sample_scratch_bytes
 from .config import EngineConfig
+from .gpu_sizes import gpu_workspace_bytes
 from .models.arch import DecoderSpec
 from .pools import blocks_for
 
@@ -24,6 +25,8 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int) -> int
     and the high parts of a wide quad for every 32). Per sequence: a row of logits, its tokens and its block table. Per
     thread: what it samples in; and the partial results of attention that threads hand to each other.
     """
+    if config.on_gpu:
+        return gpu_workspace_bytes(spec, config, length)
     query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     read = 2 * spec.hidden_size + query + spec.ffn_size
     written = (2 if spec.sandwich_norms else 1) * spec.hidden_size + query + 2 * key + 2 * spec.ffn_size

@@ -109,6 +109,10 @@ def parse_weight_format(name: str) -> WeightFormat:
     """The format that kernels read whose `name` this is; raises UsageError for anything else."""
     if name in FLOAT_BYTES:
         return WeightFormat(name)
+    for kind in ("nf4", "fp8_e4m3"):
+        group = name.removeprefix(kind + "g").removesuffix("-f32")
+        if name == f"{kind}g{group}-f32" and group.isdigit():
+            return WeightFormat(kind, int(group), "none", "f32")
     for kind in ("int8", "int4"):
         if name.startswith(kind + "g"):
             rest = name[len(kind) + 1 :]
@@ -117,4 +121,7 @@ def parse_weight_format(name: str) -> WeightFormat:
                     return WeightFormat(kind, int(rest[: -len(zero)]), zero)
             if rest.isdigit():
                 return WeightFormat(kind, int(rest))
-    raise UsageError(f"unknown weight format `{name}`", "known: f32, f16, bf16, int8gN, int4gN, int4gNmin, int4gNint")
+    raise UsageError(
+        f"unknown weight format `{name}`",
+        "known: f32, f16, bf16, int8gN, int4gN, int4gNmin, int4gNint, nf4gN-f32, fp8_e4m3gN-f32",
+    )

@@ -35,6 +35,9 @@ WIDE_TOP = 2032.0  # largest wide code: 16 * 127, so that its high part is a byt
 PANEL = 16  # outputs per packed panel; every row buffer is padded to a multiple of it
 PRIVATE_ROWS = 2  # with at most this many rows each thread computes an Act for itself, which saves a barrier
 
+# What activations are stored in: float32 on a CPU; on a GPU also the others, bfloat16 as its bits.
+ELEMENT_TYPES = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
+
 # Batch.counts
 ROWS, SEQS, LOGIT_ROWS = 0, 1, 2
 
@@ -172,6 +175,7 @@ def make_act(
     threads: int,
     consumers: Sequence[WeightFormat],
     orders: Sequence[I32Array | None] = (),
+    dtype: str = "f32",
 ) -> Act:
     """Buffers for activations of width k that linears of these formats will read; `orders` as in `act_forms`."""
     rows = max_rows + PRIVATE_ROWS * threads
@@ -182,7 +186,8 @@ def make_act(
         sums = np.zeros((rows, k // group), np.int32)
         high = np.zeros_like(sums) if kind == "i8" else None
         forms.append(ActForm(kind, group, codes, scales, sums, order, None, high))
-    return Act(k, max_rows, np.zeros((rows, k), np.float32), tuple(forms))
+    values = np.zeros((rows, k), ELEMENT_TYPES[dtype])
+    return Act(k, max_rows, values, tuple(forms))
 
 
 def with_orders(act: Act, orders: Sequence[I32Array | None]) -> Act:
@@ -209,9 +214,9 @@ def _same_order(a: I32Array | None, b: I32Array | None) -> bool:
     return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 
-def make_rows(width: int, max_rows: int) -> F32Array:
-    """A float32 buffer [max_rows, width rounded up to whole panels]."""
-    return np.zeros((max_rows, -(-width // PANEL) * PANEL), np.float32)
+def make_rows(width: int, max_rows: int, dtype: str = "f32") -> F32Array:
+    """A buffer [max_rows, width rounded up to whole panels]: float32, or what a GPU computes in."""
+    return np.zeros((max_rows, -(-width // PANEL) * PANEL), ELEMENT_TYPES[dtype])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -348,6 +353,10 @@ class AttendArgs:
     Head h reads KV head h // (num_heads / num_kv_heads); window 0 is full attention. The context is cut at fixed
     multiples of ATTEND_SPLIT, partial results are merged in ascending order: bits do not depend on how many queries,
     rows or threads there are, nor on the block size. Positions behind a row's own are never read.
+
+    soft_cap  scores x become soft_cap * tanh(x / soft_cap); 0: they stay
+    sinks     float32 [num_heads]: one more score of every row of the head, whose value is 0; None: there is none
+    compute   what a GPU multiplies in: f32 | tf32 | bf16 | f16, "" for what loses nothing
     """
 
     batch: Batch
@@ -357,6 +366,9 @@ class AttendArgs:
     window: int
     max_positions: int
     act: Act
+    soft_cap: float = 0.0
+    sinks: F32Array | None = None
+    compute: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

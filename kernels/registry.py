@@ -31,9 +31,10 @@ from .ops import (
     RopeStoreArgs,
     Sample,
     SampleArgs,
+    U8Array,
 )
 
-__all__ = ["KERNELS", "Entry", "StepArgs", "bind", "build_id", "configure", "entries", "record", "register"]
+__all__ = ["KERNELS", "Entry", "StepArgs", "bind", "build_id", "configure", "entries", "record", "register", "reserve"]
 
 CUDA = "cuda"
 KERNELS = ("auto", *(isa.name for isa in cpu.ISAS), "reference")
@@ -101,7 +102,8 @@ def bind(op: str, args: Any, *, device: str = "cpu", kernels: str = "auto") -> A
                 _log.warning("%s runs on the slow reference: %s", op, "; ".join(refusals) or f"no kernel for {device}")
             return entry.build(args)
         refusals.append(f"{_name(entry)}: {reason}")
-    raise NoKernel(f"no kernel for {op} on {device}: {'; '.join(refusals)}", _hint(kernels))
+    hint = "use a weight or cache format that one of these accepts, or `--device cpu`"
+    raise NoKernel(f"no kernel for {op} on {device}: {'; '.join(refusals)}", hint if device == CUDA else _hint(kernels))
 
 
 def configure(kernels: str, threads: int) -> tuple[str, str]:
@@ -111,6 +113,13 @@ def configure(kernels: str, threads: int) -> tuple[str, str]:
         return "sm_80", "cuda"
     isa = None if kernels == "reference" else cpu.configure(kernels, threads)
     return ("any", "reference") if isa is None else (isa.name, f"cpu-{isa.name}")
+
+
+def reserve(num_bytes: int) -> U8Array:
+    """A buffer for kernels alone on the GPU in use, see Machine."""
+    from .cuda.register import machine_in_use
+
+    return machine_in_use().reserve(num_bytes)
 
 
 def build_id() -> str:

@@ -63,6 +63,7 @@ def show(console: Console, diagnosis: Diagnosis) -> None:
                 f"{format_bytes(machine.memory_available)} available of {format_bytes(machine.memory_total)}",
             ],
             ["kernels", diagnosis.isa],
+            *gpu_rows(diagnosis),
             ["own decoder", ", ".join(diagnosis.families)],
             ["GGUF types", ", ".join(diagnosis.gguf_types)],
             *(["", line] for line in diagnosis.gguf_roundings),
@@ -77,6 +78,22 @@ def show(console: Console, diagnosis: Diagnosis) -> None:
     )
     for problem in diagnosis.problems:
         console.error(problem)
+
+
+def gpu_rows(diagnosis: Diagnosis) -> list[list[str]]:
+    """A row for each GPU, or why there is none."""
+    from ...engine.sizes import format_bytes
+
+    if not diagnosis.gpus:
+        return [["GPU", f"none: {diagnosis.no_gpu}"]]
+    return [
+        [
+            gpu.device,
+            f"{gpu.name}, compute capability {gpu.capability}, {gpu.processors} SMs, {format_bytes(gpu.memory_total)}"
+            + (f"; not used: {gpu.problem}" if gpu.problem else ""),
+        ]
+        for gpu in diagnosis.gpus
+    ]
 
 
 def other_decoders(diagnosis: Diagnosis) -> str:

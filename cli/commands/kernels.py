@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...engine.config import environment
-from ...kernels.errors import UsageError
+from ...kernels.errors import LlmctlError, UsageError
 from ..console import Console
 from ..options import Json
 from ..sigterm import sigterm_like_ctrl_c
@@ -15,6 +15,7 @@ from ..sigterm import sigterm_like_ctrl_c
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from ...kernels.cuda.compile_many import Outcome
     from ...kernels.cuda.table import ModelNeeds
     from ...kernels.formats import WeightFormat
     from ...quant.formats.stored import StoredTensor
@@ -40,45 +41,76 @@ def build(
     ] = "",
     all: Annotated[bool, typer.Option("--all", help="Every registered kernel, not one model's.")] = False,
     arch: Annotated[
-        str, typer.Option(help="Which GPUs: sm_80, sm_86, sm_89, sm_90a (H100, H200), sm_100a or sm_120.")
+        str,
+        typer.Option(
+            help="Which GPUs: sm_75 (float16), sm_80, sm_86, sm_89, sm_90a (H200), sm_100a, sm_120, several, or all."
+        ),
     ] = "sm_90a",
     dtype: Annotated[str, typer.Option(help="Activations: bfloat16, float16 or float32.")] = "bfloat16",
     kv_cache_dtype: Annotated[
         str, typer.Option(help="The KV cache: auto (as the activations), fp8 (the same as fp8_e4m3), fp8_e5m2 or int8.")
     ] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens per block of the KV cache: 16, 32 or 64.")] = 16,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", help="Processes that compile; 0: one per core.")] = 0,
     json: Json = False,
 ) -> None:
     """Compile into the cache what a model runs on a GPU, so that its first start need not.
 
-    Neither a GPU nor a driver is needed, only the compiler of `pip install 'llmctl-toolchain[cuda]'`.
+    Neither a GPU nor a driver is needed, only the compiler of `pip install 'llmctl-toolchain[cuda]'`. What was compiled
+    before is kept, so an interrupted build goes on where it was.
     """
-    from ...kernels.cuda.jit import ARCHITECTURES, Jit
+    from ...kernels.cuda import nvrtc
+    from ...kernels.cuda.compile_many import Job, compile_many
     from ...kernels.cuda.table import all_kernels, model_kernels
+    from ...kernels.device import default_threads
 
     console: Console = context.obj
-    if arch not in ARCHITECTURES:
-        raise UsageError(f"--arch is `{arch}`", f"choose one of: {', '.join(ARCHITECTURES)}")
+    archs = _architectures(arch)
     if all and model:
         raise UsageError(f"--all and the model `{model}` are both given", "leave one of them out")
-    settings = environment()
-    jit = Jit(settings.cache / "cubins", arch)
-    listed = all_kernels(arch) if all else model_kernels(arch, _needs(model, dtype, kv_cache_dtype, block_size))
-    compiled, spilling = 0, []
+    if not 0 <= jobs <= 1024:
+        raise UsageError(f"--jobs is {jobs}, it must be from 0 to 1024")
+    nvrtc.version()  # before anything starts: whether there is a compiler
+    folder = environment().cache / "cubins"
+    needs = None if all else _needs(model, dtype, kv_cache_dtype, block_size)
+    wanted = [
+        Job(one, item.kernel)
+        for one in archs
+        for item in (all_kernels(one) if needs is None else model_kernels(one, needs))
+    ]
+    outcomes: list[Outcome] = []
     with sigterm_like_ctrl_c(console), console.progress() as progress:
-        for number, item in enumerate(listed):
-            progress(f"compiling for {arch}", number, len(listed))
-            compiled += not jit.has(item.kernel)
-            resources = jit.get(item.kernel).resources
-            if resources.spill_stores or resources.spill_loads:
-                spilling.append(item.kernel.expression)
+        for outcome in compile_many(wanted, folder, jobs or default_threads()):
+            outcomes.append(outcome)
+            progress(f"compiling for {', '.join(archs)}", len(outcomes), len(wanted))
+    compiled = sum(outcome.compiled for outcome in outcomes)
+    failed = {_called(outcome): outcome.error for outcome in outcomes if outcome.error}
+    spilling = [_called(outcome) for outcome in outcomes if outcome.spills]
     if json:
-        figures = {"arch": arch, "kernels": len(listed), "compiled": compiled, "spilling": spilling}
-        console.json({**figures, "folder": str(jit.folder)})
-        return
-    console.data(f"{len(listed)} kernels for {arch} in {jit.folder}, {compiled} of them compiled now")
-    for name in spilling:
-        console.say(f"{name} spills registers to memory")
+        figures = {"archs": archs, "kernels": len(wanted), "compiled": compiled, "spilling": spilling}
+        console.json({**figures, "failed": failed, "folder": str(folder)})
+    else:
+        console.data(f"{len(wanted)} kernels for {', '.join(archs)} in {folder}, {compiled} of them compiled now")
+        for name in spilling:
+            console.say(f"{name} spills registers to memory")
+    if failed:
+        name, error = next(iter(failed.items()))
+        raise LlmctlError(f"{len(failed)} of {len(wanted)} kernels do not compile, the first is {name}: {error}")
+
+
+def _architectures(text: str) -> tuple[str, ...]:
+    """Those that `--arch` names."""
+    from ...kernels.cuda.jit import ARCHITECTURES
+
+    named = ARCHITECTURES if text == "all" else tuple(dict.fromkeys(text.split(",")))
+    for arch in named:
+        if arch not in ARCHITECTURES:
+            raise UsageError(f"--arch is `{arch}`", f"choose one of: {', '.join(ARCHITECTURES)}, several, or all")
+    return named
+
+
+def _called(outcome: Outcome) -> str:
+    return f"{outcome.job.kernel.expression} for {outcome.job.arch}"
 
 
 def _needs(model: str, dtype: str, kv_cache_dtype: str, block_size: int) -> ModelNeeds:

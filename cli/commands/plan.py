@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ...engine.load.progress import Progress
     from ...engine.load.vocabulary import Vocabulary
     from ...engine.models.arch import DecoderSpec
+    from ...kernels.cuda.driver import DeviceInfo
     from ...quant.formats.stored import StoredTensor
 
 LENGTHS = (512, 2048, 8192, 32768)  # worth knowing about, as far as the model goes
@@ -42,8 +43,12 @@ def plan(context: typer.Context, config: MemoryOptions, json: Json = False) -> N
     Only headers are read; a model that is not on this machine is fetched first.
     """
     from ...engine.budget import memory_budget
+    from ...engine.device import settle
+    from ...engine.gpu_sizes import gpu_weight_bytes
     from ...engine.load.disk import check_swap_room
+    from ...engine.load.model import why_transformers
     from ...engine.load.vocabulary import check_same_vocabulary
+    from ...kernels.cuda.devices import free_memory
     from ...kernels.device import read_machine
 
     console: Console = context.obj
@@ -51,15 +56,19 @@ def plan(context: typer.Context, config: MemoryOptions, json: Json = False) -> N
         source, draft = sources(config, progress)
     if draft is not None and draft != source:
         check_same_vocabulary(vocabulary(draft), vocabulary(source))
+    config, gpu = settle(config, "transformers" if why_transformers(source, config.model_impl) else "llmctl")
     spec, size = described(source, config)
     beside = None if draft is None else model_size(draft, config)
-    budget = memory_budget(spec, size.bytes, tuple(size.formats), config, read_machine().memory_available, beside)
-    if budget.tier_blocks:
+    available, weights = read_machine().memory_available, size.bytes
+    if gpu is not None:
+        available, weights = free_memory(gpu)[0], gpu_weight_bytes(spec, weights, tuple(size.formats))
+    budget = memory_budget(spec, weights, tuple(size.formats), config, available, beside)
+    if budget.tier_blocks and gpu is None:
         check_swap_room(environment().cache / "swap", budget.tier_bytes)
     if json:
-        console.json(as_json(source.name, size, budget))
+        console.json({"device": config.device, **as_json(source.name, size, budget)})
     else:
-        show(console, source.name, size, budget)
+        show(console, source.name, size, budget, gpu)
 
 
 def sources(config: EngineConfig, progress: Progress) -> tuple[Source, Source | None]:
@@ -90,11 +99,13 @@ def described(source: Source, config: EngineConfig) -> tuple[DecoderSpec, Packed
 
 
 def model_size(draft: Source, config: EngineConfig) -> ModelSize:
-    """What the engine would make of the draft model."""
+    """What the engine would make of the draft model; `config` is settled."""
     from ...engine.budget import ModelSize
+    from ...engine.gpu_sizes import gpu_weight_bytes
 
     spec, size = described(draft, msgspec.structs.replace(config, rope_scaling=None))
-    return ModelSize(spec, size.bytes, tuple(size.formats))
+    formats = tuple(size.formats)
+    return ModelSize(spec, gpu_weight_bytes(spec, size.bytes, formats) if config.on_gpu else size.bytes, formats)
 
 
 def outline(source: Source, config: EngineConfig) -> tuple[DecoderSpec, PackedSize]:
@@ -180,7 +191,7 @@ def draft_json(draft: DraftShare) -> dict[str, object]:
     }
 
 
-def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget) -> None:
+def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget, gpu: DeviceInfo | None = None) -> None:
     """Print the plan as tables."""
     from ...engine.sizes import format_bytes
 
@@ -191,6 +202,7 @@ def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget) -
         for group in budget.groups
         if group.layers
     ]
+    where = "on disk" if gpu is None else "pinned"
     swap = f"swap space: {budget.tier_blocks} more blocks, {budget.tier_blocks * budget.block_size} tokens"
     for group in budget.groups[1:]:
         swap += f", {group.tier_blocks} of the window of {group.window}"
@@ -204,8 +216,9 @@ def show(console: Console, model: str, size: PackedSize, budget: MemoryBudget) -
             ["workspace", format_bytes(budget.workspace), "activations, logits and tables"],
             *([] if budget.draft is None else [draft_row(budget.draft)]),
             ["together", format_bytes(budget.total), ""],
-            *([["on disk", format_bytes(budget.tier_bytes), swap]] if budget.tier_blocks else []),
+            *([[where, format_bytes(budget.tier_bytes), swap]] if budget.tier_blocks else []),
             ["available", format_bytes(budget.available), f"of which {format_bytes(budget.reserve)} stay in reserve"],
+            *([] if gpu is None else [["device", "", f"{gpu.name}, cuda:{gpu.index}, {gpu.processors} SMs"]]),
         ],
         title=model,
     )

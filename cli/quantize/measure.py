@@ -65,7 +65,7 @@ def golden_logits(quantized: PackedModel, prompt: I32Array, threads: int) -> Gol
     plan, _ = resolve(
         EngineConfig(
             threads=threads, max_model_len=count, max_num_seqs=count, num_gpu_blocks_override=1,
-            speculative_config=NO_SPECULATION,
+            device="cpu", speculative_config=NO_SPECULATION,
         ),
         quantized,
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """Weights in another format than they are stored in: one that kernels read, or the float type of `--dtype`.
 
-Some of GGUF's types have no kernel that reads them as they are. They get the nearest format that has one, which costs a
-little exactness: what it costs is said by `roundings`, and `--dtype float32` keeps every value.
+Some of GGUF's types, and float8 and NF4 on a CPU, have no kernel that reads them as they are. They get the nearest
+format that has one, which costs a little exactness: what it costs is said by `roundings`, and `--dtype float32` keeps
+every value. A GPU has kernels for float8 and NF4 (`NATIVE`).
 """
 
 from __future__ import annotations
@@ -12,18 +13,21 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.cpu.pack import packed_bytes
+from ...kernels.cpu.pack import STORED_ONLY, packed_bytes
 from ...kernels.errors import UnsupportedModel, UsageError
 from ...kernels.formats import BF16, F16, F32, WeightFormat
 from ...quant.formats.stored import StoredTensor
 from ...quant.tensor import Array, WeightTensor
 
 TARGETS: dict[str, WeightFormat | None] = {"auto": None, "float32": F32, "float16": F16, "bfloat16": BF16}
+NATIVE = "native"  # `auto` for a GPU
 _GROUP = 32  # of weights whose codes are made anew
 
 
 def target_format(stored: WeightFormat, dtype: str) -> WeightFormat:
     """The format that a weight stored like this gets under `--dtype dtype`."""
+    if dtype == NATIVE:
+        return stored if stored.kind in STORED_ONLY else _kernel_format(stored)
     return TARGETS[dtype] or _kernel_format(stored)
 
 
@@ -72,6 +76,8 @@ def convert(name: str, weight: WeightTensor, target: WeightFormat) -> WeightTens
 
 def _kernel_format(stored: WeightFormat) -> WeightFormat:
     """What kernels read in place of `stored`: itself wherever they can."""
+    if stored.kind in STORED_ONLY:
+        return WeightFormat("int8", _GROUP)
     if stored.kind == "int8" and (stored.zero == "min" or (stored.scales == "f32" and stored.group < _GROUP)):
         return WeightFormat("int8", _GROUP)
     return stored if stored.is_float else dataclasses.replace(stored, scales="f16")
@@ -93,11 +99,11 @@ def _narrowed(name: str, weight: WeightTensor, target: WeightFormat) -> WeightTe
 
 
 def _to_int8(name: str, weight: WeightTensor, target: WeightFormat) -> WeightTensor:
-    """Codes -128..127 and a scale per group, for codes of at most 6 bits with minima or in smaller groups.
+    """Codes -128..127 and a scale per group, for other codes: float8, NF4, or at most 6 bits in smaller groups.
 
     Without minima the new step is a whole part of the step of that one of the smaller groups whose values are largest:
     it keeps its values but for the scale's rounding to float16, and the others, whose own steps are smaller, move by at
-    most half of the new step. With minima the step is the largest value through 127.
+    most half of the new step. With minima, and for floats, the step is the largest value through 127.
     """
     assert weight.scales is not None and weight.order is None, weight.format
     n, k = weight.data.shape
@@ -105,7 +111,7 @@ def _to_int8(name: str, weight: WeightTensor, target: WeightFormat) -> WeightTen
     values = weight.dequantize().reshape(n, groups, target.group)
     peaks = np.abs(values).max(2)
     steps = peaks / np.float32(127)
-    if weight.zeros is None:
+    if weight.format.kind == "int8" and weight.zeros is None:
         parts = np.abs(weight.scales).reshape(n, groups, -1).max(2).astype(np.float32)
         with np.errstate(divide="ignore", invalid="ignore"):
             whole = parts / np.floor(np.float32(128) * parts / peaks)

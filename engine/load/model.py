@@ -19,6 +19,7 @@ from ..models.decoder import Decoder, Limits
 from ..models.families import decoder_spec, language_part
 from ..models.rope_config import overridden
 from ..rope_scaling import RopeScaling
+from .convert import NATIVE
 from .golden import Golden
 from .hub import Source
 from .packed import open_packed
@@ -84,7 +85,7 @@ def open_model(
     from .transformers_model import open_transformers  # imports torch
 
     log.info("%s: transformers' modules compute it: %s", source.name, why)
-    return open_transformers(source, why, dtype=dtype, cache=cache, progress=progress)
+    return open_transformers(source, why, dtype="auto" if dtype == NATIVE else dtype, cache=cache, progress=progress)
 
 
 def check_rope_scaling(source: Source, why: str, rope_scaling: RopeScaling | None) -> None:

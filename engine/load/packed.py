@@ -25,7 +25,7 @@ from ...quant.formats.safetensors import INDEX_NAME, weight_files
 from ...quant.formats.stored import map_file
 from ..models.arch import DecoderSpec
 from ..models.decoder import Decoder, Limits, Wide, build_decoder
-from .convert import TARGETS
+from .convert import NATIVE, TARGETS
 from .entry import (
     ENTRY_VERSION,
     MANIFEST,
@@ -41,7 +41,7 @@ from .entry import (
 from .golden import Golden, read_golden
 from .hub import Source
 from .progress import Progress, silent
-from .text import TEXT_FILES, ChatInfo
+from .text import TEXT_FILES, ChatInfo, read_json
 
 log = logging.getLogger(__name__)
 
@@ -102,9 +102,12 @@ class Entry:
 def open_packed(source: Source, *, dtype: str = "auto", cache: Path, progress: Progress | None = None) -> PackedModel:
     """The model, its weights mapped from the cache, where they are built first if need be.
 
-    `dtype` float32, float16 or bfloat16 converts every weight, "auto" keeps what is stored.
+    `dtype` float32, float16 or bfloat16 converts every weight, "auto" keeps what is stored and a CPU can multiply with,
+    "native" what a GPU can.
     """
-    if dtype not in TARGETS:
+    if dtype == NATIVE and not _has_native(source):
+        dtype = "auto"
+    if dtype not in (*TARGETS, NATIVE):
         raise UsageError(f"--dtype is `{dtype}`", f"choose one of: {', '.join(TARGETS)}")
     packed = cache / "packed"
     key = entry_key(source, dtype)
@@ -145,6 +148,19 @@ def entry_key(source: Source, dtype: str, implementation: str = "llmctl") -> str
             raise CheckpointError(f"cannot read `{path}`: {error.strerror or error}") from error
         parts.append((path.name, status.st_size, status.st_mtime_ns, head))
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _has_native(source: Source) -> bool:
+    """Whether weights are stored as only a GPU's kernels read them."""
+    if source.kind != "hf":
+        return False
+    from ...quant.formats import bitsandbytes, detect, fp8  # as above
+
+    def read_other(name: str) -> Mapping[str, object] | None:
+        return read_json(source.path / name) if (source.path / name).is_file() else None
+
+    found = detect.find_config(read_json(source.path / "config.json"), read_other)
+    return found is not None and (fp8.detect(found.config) or bitsandbytes.detect(found.config)) is not None
 
 
 def list_entries(cache: Path) -> tuple[Entry, ...]:

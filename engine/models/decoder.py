@@ -45,12 +45,18 @@ _LATENT_EPS = 1e-6  # of the norms inside attention on latents, whatever the oth
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The most rows, rows with logits and positions that the buffers are made for, and the threads that use them."""
+    """The most rows, rows with logits and positions that the buffers are made for, and the threads that use them.
+
+    attention_compute  `compute` of AttendArgs
+    activations  what buffers hold: f32, and on a GPU also f16 or bf16
+    """
 
     max_rows: int
     max_logit_rows: int
     max_positions: int
     threads: int
+    attention_compute: str = ""
+    activations: str = "f32"
 
 
 Wide = Mapping[str, tuple[U8Array | None, ...]]  # the wide quads of an act's forms, by the first linear that reads it
@@ -132,14 +138,17 @@ class _Builder:
         spec, rows = self.spec, self.limits.max_rows
         embedding = self.weights["model.embed_tokens.weight"]
         head = self.weights.get("lm_head.weight", embedding)
-        hidden = make_rows(spec.hidden_size, rows)
+        hidden = make_rows(spec.hidden_size, rows, self.limits.activations)
         scale = scale_as_stored(spec.embedding_scale, embedding.format)
         self.add("embed", EmbedArgs(self.batch, embedding, hidden, scale))
         for layer in range(spec.num_layers):
             self.attention(layer, hidden)
             self.feed_forward(layer, hidden)
-        logits = make_rows(spec.vocab_size, self.limits.max_logit_rows)
-        act = make_act(spec.hidden_size, self.limits.max_logit_rows, self.limits.threads, (head.format,), (head.order,))
+        logits = make_rows(spec.vocab_size, self.limits.max_logit_rows, self.limits.activations)
+        act = make_act(
+            spec.hidden_size, self.limits.max_logit_rows, self.limits.threads, (head.format,), (head.order,),
+            self.limits.activations,
+        )  # fmt: skip
         self.norm("model.norm", hidden, act, logit_rows_only=True)
         self.add("linear", LinearArgs(self.batch, act, head, None, logits, False, True), "lm_head")
         program = registry.record(self.ops, self.batch, kernels=self.kernels)
@@ -168,8 +177,13 @@ class _Builder:
             ),
         )  # fmt: skip
         mixed = self.act("attention output", spec.num_heads * spec.head_dim, [f"{name}.o_proj"])
-        positions = self.limits.max_positions
-        self.add("attend", AttendArgs(self.batch, q, spec.num_heads, kv, spec.window(layer), positions, mixed))
+        self.add(
+            "attend",
+            AttendArgs(
+                self.batch, q, spec.num_heads, kv, spec.window(layer), self.limits.max_positions, mixed,
+                compute=self.limits.attention_compute,
+            ),
+        )  # fmt: skip
         self.join(f"{name}.o_proj", mixed, f"{prefix}.post_attention_layernorm", hidden)
 
     def latent_attention(self, layer: int, hidden: F32Array, latent: LatentSpec) -> None:
@@ -241,14 +255,16 @@ class _Builder:
         forms = act_forms(formats, orders)
         key = role, tuple((kind, group) for kind, group, _ in forms)
         if key not in self.acts:
-            self.acts[key] = make_act(width, self.limits.max_rows, self.limits.threads, formats, orders)
+            self.acts[key] = make_act(
+                width, self.limits.max_rows, self.limits.threads, formats, orders, self.limits.activations
+            )
         act = with_orders(self.acts[key], [order for _, _, order in forms])
         return with_wide(act, self.wide.get(consumers[0], (None,) * len(forms)))
 
     def rows(self, role: str, width: int) -> F32Array:
         """The role's plain rows, shared by all layers."""
         if role not in self.buffers:
-            self.buffers[role] = make_rows(width, self.limits.max_rows)
+            self.buffers[role] = make_rows(width, self.limits.max_rows, self.limits.activations)
         return self.buffers[role]
 
     def norm(self, name: str, x: F32Array, act: Act, *, logit_rows_only: bool = False) -> None:

@@ -27,6 +27,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
+from ...kernels import registry
 from ...kernels.cpu.pack import pack, packed_bytes
 from ...kernels.errors import CheckpointError, UnsupportedModel
 from ...kernels.formats import BF16, F16, F32, WeightFormat
@@ -100,6 +101,11 @@ def build(folder: Path, dtype: str, batch: Batch, kv: Mapping[int, KVLayer], lim
     Raises CheckpointError if its weights do not fit its config or are not finite.
     """
     config = _read_config(folder)
+    if kernels == registry.CUDA:
+        raise UnsupportedModel(
+            f"a `{config.model_type}` model is computed by transformers' modules, which run on the CPU alone",
+            "run it with `--device cpu`",
+        )
     stored = _torch_dtype(folder, config, dtype)
     AttentionInterface.register(PAGED, _paged)
     model = _load(folder, config, stored)
@@ -109,7 +115,8 @@ def build(folder: Path, dtype: str, batch: Batch, kv: Mapping[int, KVLayer], lim
     traced = trace(model)
     for layer, call in enumerate(traced.calls):
         call.module.llmctl_attention = PagedAttention(  # type: ignore[assignment]
-            batch, kv[layer], call.num_heads, call.scale, call.window, limits.max_positions, buffers
+            *(batch, kv[layer], call.num_heads, call.scale, call.window, limits.max_positions, buffers),
+            limits.attention_compute,
         )
     model.set_attn_implementation(PAGED)
     logits = make_rows(traced.vocab_size, limits.max_logit_rows)

@@ -130,12 +130,13 @@ class PagedAttention:
         window: int,
         max_positions: int,
         buffers: Buffers,
+        compute: str = "",
     ) -> None:
         width, kv_width = num_heads * kv.head_dim, kv.num_kv_heads * kv.head_dim
         q, k, v = buffers.rows("query", width), buffers.rows("key", kv_width), buffers.rows("value", kv_width)
         mixed = buffers.act(width, None)
         store = RopeStoreArgs(batch, q, k, v, None, None, 1.0, None, None, num_heads, scale, kv)
-        attend = AttendArgs(batch, q, num_heads, kv, window, max_positions, mixed)
+        attend = AttendArgs(batch, q, num_heads, kv, window, max_positions, mixed, compute=compute)
         self._ops = (
             *registry.bind("rope_store", store, kernels=buffers.kernels),
             *registry.bind("attend", attend, kernels=buffers.kernels),

@@ -52,7 +52,11 @@ class GroupCache:
 def allocate(index: int, group: KVGroup, shape: BlockShape, kernels: str) -> GroupCache:
     """The arena of KV group `index`, whose layers have the formats of `shape`."""
     stride = shape.offsets[-1]
-    arena = np.frombuffer(_zero_pages(group.num_blocks * stride), np.uint8) if stride else np.zeros(0, np.uint8)
+    size = group.num_blocks * stride
+    if kernels == registry.CUDA:
+        arena = registry.reserve(size)
+    else:
+        arena = np.frombuffer(_zero_pages(size), np.uint8) if stride else np.zeros(0, np.uint8)
     layers = {
         layer: KVLayer(
             arena, stride, offset, shape.block_size, shape.num_kv_heads, shape.head_dim, form, index

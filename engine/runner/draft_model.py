@@ -24,6 +24,7 @@ from ..schedule.proposer import Wanted
 from ..schedule.sequence import Sequence, slot_sampling
 from ..schedule.step import Admit, Chunk, ChunkResult, Step, TableDelta
 from .contents import Contents
+from .cuda_runner import CudaRunner
 from .runner import Runner
 
 GROUP = 0  # of the target, whose block numbers are used
@@ -38,7 +39,9 @@ class DraftModel:
     vocab_size   of the target, which may be padded less
     """
 
-    def __init__(self, runner: Runner, *, cost: float, max_rows: int, max_tokens: int, vocab_size: int) -> None:
+    def __init__(
+        self, runner: Runner | CudaRunner, *, cost: float, max_rows: int, max_tokens: int, vocab_size: int
+    ) -> None:
         self.cost = cost
         self.seconds = 0.0
         self._runner = runner

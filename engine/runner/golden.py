@@ -17,6 +17,7 @@ from ..load.golden import Golden
 from ..load.model import Model
 from ..plan import Plan
 from ..schedule.step import Admit, Chunk, SlotSampling, Step, TableDelta
+from .cuda_runner import CudaRunner
 from .runner import Runner
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ WRONG = 0.25  # of it: no rounding does that
 _UNSAMPLED = SlotSampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, -1)
 
 
-def make_golden(runner: Runner, plan: Plan, tokens: tuple[int, ...], vocab_size: int) -> Golden:
+def make_golden(runner: Runner | CudaRunner, plan: Plan, tokens: tuple[int, ...], vocab_size: int) -> Golden:
     """The golden logits of these tokens. The runner must not have run anything."""
     logits = _logits(runner, plan, tokens, vocab_size)
     ids = np.argsort(-logits, axis=1, kind="stable")[:, :TOP]
@@ -40,7 +41,7 @@ def make_golden(runner: Runner, plan: Plan, tokens: tuple[int, ...], vocab_size:
     )
 
 
-def check_golden(runner: Runner, plan: Plan, model: Model, golden: Golden) -> None:
+def check_golden(runner: Runner | CudaRunner, plan: Plan, model: Model, golden: Golden) -> None:
     """CheckpointError if the model gives other logits than `golden`; what may be rounding is logged.
 
     The runner must not have run anything.
@@ -70,7 +71,7 @@ def check_golden(runner: Runner, plan: Plan, model: Model, golden: Golden) -> No
         log.info("%s: the logits %s", model.name, said)
 
 
-def _logits(runner: Runner, plan: Plan, tokens: tuple[int, ...], vocab_size: int) -> F32Array:
+def _logits(runner: Runner | CudaRunner, plan: Plan, tokens: tuple[int, ...], vocab_size: int) -> F32Array:
     """[tokens, vocabulary]: row i is about what follows tokens[: i + 1]. Slot 0 is used and freed again."""
     count, blocks = len(tokens), tuple(range(-(-len(tokens) // plan.block_size)))
     packed = np.array(tokens, "<i4").tobytes()

@@ -1,7 +1,8 @@
 """How each layer's 8-bit KV cache fits the model: steering of K, and scales of fp8, from a probe text.
 
 The model reads the text once with a float32 cache, when it first runs with an 8-bit one. The text is fixed, so what is
-found is a function of the weights and the kernels; it is kept beside the packed weights.
+found is a function of the weights and the kernels; it is kept beside the packed weights. For a GPU the CPU reads it: a
+GPU then stores what the CPU would.
 
 Scales that a checkpoint brings are taken. Without them fp8, whose error is relative, has scale 1, unless the probe
 comes within a factor of two of the format's largest value: then powers of two, which change nothing but the range.
@@ -19,6 +20,7 @@ import msgspec
 import numpy as np
 
 from ...kernels import registry
+from ...kernels.errors import NoKernel
 from ...kernels.formats import FP8_LARGEST
 from ...kernels.ops import F32Array, KeySteering, KVLayer, steering_width
 from ..load.kv_scales import stored_scales
@@ -51,11 +53,10 @@ class KVFit:
 def fit_cache(layers: dict[int, KVLayer], model: Model, plan: Plan) -> dict[int, KVLayer]:
     """The layers of the cache, those in 8 bits with their steering and scales.
 
-    Only our own decoder is fitted: of transformers' modules nobody knows where they rotate. Kernels of a GPU know
-    neither steering nor scales.
+    Only our own decoder is fitted: of transformers' modules nobody knows where they rotate.
     """
     small = [layer for layer, kv in layers.items() if kv.format.bytes_per_value == 1]
-    if not small or plan.kernels == registry.CUDA:
+    if not small:
         return layers
     if not isinstance(model, PackedModel):
         if plan.kv_format in FP8_LARGEST:
@@ -66,13 +67,27 @@ def fit_cache(layers: dict[int, KVLayer], model: Model, plan: Plan) -> dict[int,
                 FP8_LARGEST[plan.kv_format],
             )
         return layers
-    fits = _fits(model, plan)
     fitted = dict(layers)
+    try:
+        fits = _fits(model, _on_cpu(plan))
+    except NoKernel as error:
+        log.warning("%s: the %s KV cache is rounded to the nearest: %s", model.name, plan.kv_format, error)
+        for layer in small if plan.kv_format in FP8_LARGEST else ():
+            fitted[layer] = replace(layers[layer], scales=stored_scales(model.vectors, layer, model.spec.num_kv_heads))
+        return fitted
     for layer in small:
         kind = layers[layer].format.kind
         scales = None if kind not in FP8_LARGEST else _scales(model, layer, fits[layer], FP8_LARGEST[kind])
         fitted[layer] = replace(layers[layer], steering=fits[layer].steering, scales=scales)
     return fitted
+
+
+def _on_cpu(plan: Plan) -> Plan:
+    """The plan for a CPU, where it is for a GPU."""
+    if plan.kernels != registry.CUDA:
+        return plan
+    isa, bits = registry.configure("auto", plan.threads)
+    return msgspec.structs.replace(plan, kernels="auto", isa=isa, bits=bits)
 
 
 def _scales(model: PackedModel, layer: int, fit: KVFit, limit: float) -> F32Array | None:

@@ -46,7 +46,13 @@ class Runner:
         self.decoder = model.build(
             self._batch,
             fit_cache(layers, model, plan),
-            Limits(plan.max_num_batched_tokens, plan.max_logit_rows, plan.max_model_len, plan.threads),
+            Limits(
+                plan.max_num_batched_tokens,
+                plan.max_logit_rows,
+                plan.max_model_len,
+                plan.threads,
+                plan.attention_compute,
+            ),
             plan.kernels,
         )
         self._sampler = Sampler(self._batch, self.decoder.logits, spec.vocab_size, self._slots, plan.kernels)

@@ -7,13 +7,13 @@ have been sampled. Speculation therefore changes no token at any temperature.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ...kernels import registry
-from ...kernels.ops import LOGIT_ROWS, MAX_TOP, SAMPLE_ROW, Batch, F32Array, I32Array, SampleArgs
+from ...kernels.ops import LOGIT_ROWS, MAX_TOP, SAMPLE_ROW, Batch, F32Array, I32Array, SampleArgs, U8Array
 from ..schedule.step import Chunk, ChunkResult
 from .slots import Slots, point_to_bias
 
@@ -48,24 +48,13 @@ class Sampler:
             self._sample(count)
             self._keep(slot)
         args = self._args
-        sampled, finite = args.token[:count].tolist(), args.finite[:count].tolist()
-        num_top: list[int] = self._rows["logprobs"][:count].tolist()
-        results, row = [], 0
-        for chunk in chunks:
-            wanted, accepted, good = chunk.count - chunk.logits_from, 0, True
-            while accepted < wanted and (good := bool(finite[row + accepted])):
-                accepted += 1
-                place = accepted - 1 - chunk.known  # of the draft; known rows have none, nor has one for logits alone
-                last = sampled[row + accepted - 1]
-                if accepted < wanted and place >= 0 and chunk.drafts[place : place + 1] != (last,):
-                    break
-            tokens = tuple(sampled[row : row + accepted])
-            if wanted and num_top[row] >= 0:
-                results.append(self._with_logprobs(chunk.slot, tokens, good, row, num_top[row]))
-            else:
-                results.append(ChunkResult(chunk.slot, tokens, good))
-            row += wanted
-        return tuple(results)
+        return chunk_results(
+            chunks,
+            Sampled(
+                args.token[:count], args.finite[:count], args.logprob, args.top_ids, args.top_logprobs,
+                self._rows["logprobs"][:count],
+            ),
+        )  # fmt: skip
 
     def _fill(self, count: int) -> I32Array:
         """Say how each of the batch's rows with logits is sampled; their slots."""
@@ -111,16 +100,52 @@ class Sampler:
             bad = args.finite[:count] == 0
             self._slots.tokens[slot[bad], lengths[bad]] = 0
 
-    def _with_logprobs(self, slot: int, tokens: tuple[int, ...], finite: bool, row: int, num_top: int) -> ChunkResult:
-        args, span = self._args, slice(row, row + len(tokens))
-        return ChunkResult(
-            slot,
-            tokens,
-            finite,
-            tuple(args.logprob[span].tolist()),
-            _tuples(args.top_ids[span, :num_top]),
-            _tuples(args.top_logprobs[span, :num_top]),
-        )
+
+class Sampled(NamedTuple):
+    """What a step sampled, a row each; as in SampleArgs. `num_top`: top ones that are asked for, -1: no logprob."""
+
+    token: I32Array
+    finite: U8Array
+    logprob: F32Array
+    top_ids: I32Array
+    top_logprobs: F32Array
+    num_top: I32Array
+
+
+def chunk_results(chunks: tuple[Chunk, ...], sampled: Sampled) -> tuple[ChunkResult, ...]:
+    """One result per chunk, in order, its drafts checked."""
+    token, finite = sampled.token.tolist(), sampled.finite.tolist()
+    num_top: list[int] = sampled.num_top.tolist()
+    results, row = [], 0
+    for chunk in chunks:
+        wanted, accepted, good = chunk.count - chunk.logits_from, 0, True
+        while accepted < wanted and (good := bool(finite[row + accepted])):
+            accepted += 1
+            place = accepted - 1 - chunk.known  # of the draft; known rows have none, nor has one for logits alone
+            last = token[row + accepted - 1]
+            if accepted < wanted and place >= 0 and chunk.drafts[place : place + 1] != (last,):
+                break
+        tokens = tuple(token[row : row + accepted])
+        if wanted and num_top[row] >= 0:
+            results.append(_with_logprobs(sampled, chunk.slot, tokens, good, row, num_top[row]))
+        else:
+            results.append(ChunkResult(chunk.slot, tokens, good))
+        row += wanted
+    return tuple(results)
+
+
+def _with_logprobs(
+    sampled: Sampled, slot: int, tokens: tuple[int, ...], finite: bool, row: int, num_top: int
+) -> ChunkResult:
+    span = slice(row, row + len(tokens))
+    return ChunkResult(
+        slot,
+        tokens,
+        finite,
+        tuple(sampled.logprob[span].tolist()),
+        _tuples(sampled.top_ids[span, :num_top]),
+        _tuples(sampled.top_logprobs[span, :num_top]),
+    )
 
 
 def _tuples(rows: npt.NDArray[Any]) -> tuple[tuple[Any, ...], ...]:

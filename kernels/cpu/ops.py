@@ -168,6 +168,10 @@ def build_rope_store(args: RopeStoreArgs) -> tuple[_cpu.Op, ...]:
 
 def accepts_attend(args: AttendArgs) -> str | None:
     """Why there is no kernel for this, None if there is one."""
+    if args.soft_cap or args.sinks is not None:
+        return "scores with a soft cap" if args.soft_cap else "scores with sinks"
+    if args.compute not in ("", "f32"):
+        return f"attention in {args.compute}, which a GPU has"
     return _refuse_kv(args.kv, args.num_heads)
 
 

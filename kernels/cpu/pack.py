@@ -6,6 +6,7 @@ along k, so that a kernel walks a panel with a single pointer and threads share 
     f32, f16   [k][16] values
     bf16       [k][8][2] values: column j and column j + 8 side by side, so that a shift and a mask widen a pair
     int8       per group: 16 float16 scales, then [group / 2][16][2] codes: two consecutive inputs for one multiply-add
+    nf4, fp8   as int4 and int8 but with float32 scales: only stored in this layout, for a GPU to be packed anew
     int4       per group: 16 float16 scales, with zeros also 16 float16 minima or zero points, then for every 8
                consecutive inputs [16][4] bytes: byte i of a column holds input i in its low nibble and input i + 4 in
                its high one
@@ -26,7 +27,9 @@ from ..ops import PANEL, AnyArray, PackedWeight, U8Array
 
 LAYOUT_VERSION = "panel16.1"
 GROUPS = (32, 64, 128)  # and the whole of k
+STORED_ONLY = ("nf4", "fp8_e4m3")
 _CHUNK_ELEMENTS = 1 << 21
+_BYTES = ("int8", "fp8_e4m3")
 
 
 def check_layout(format: WeightFormat, k: int) -> None:
@@ -42,9 +45,22 @@ def check_layout(format: WeightFormat, k: int) -> None:
         raise UsageError(f"{k} inputs are no multiple of group {group}", "use a smaller group, at least 32")
 
 
+def check_stored(format: WeightFormat, k: int) -> None:
+    """As `check_layout`, for what is stored here, which is more than CPU kernels read."""
+    if format.kind not in STORED_ONLY:
+        check_layout(format, k)
+        return
+    unit = 8 if format.kind == "nf4" else 2
+    if format.zero != "none" or format.scales != "f32" or format.group % unit or k % format.group:
+        raise UsageError(
+            f"no layout for weight format {format.name} with {k} inputs",
+            f"groups of a multiple of {unit} inputs that divide them, with float32 scales, can be stored",
+        )
+
+
 def packed_bytes(format: WeightFormat, n: int, k: int) -> int:
     """Size in bytes of a packed [n, k] weight."""
-    check_layout(format, k)
+    check_stored(format, k)
     panels = -(-n // PANEL)
     if format.is_float:
         return panels * PANEL * k * FLOAT_BYTES[format.kind]
@@ -114,7 +130,7 @@ def _unpack_groups(weight: PackedWeight) -> tuple[AnyArray, AnyArray, AnyArray |
     groups = k // format.group
     records = weight.data.view(_group_record(format)).reshape(-1, groups)
     data: AnyArray = np.empty((n, k), np.int8 if format.kind == "int8" else np.uint8)
-    scales = np.empty((n, groups), np.float16)
+    scales: AnyArray = np.empty((n, groups), np.float16 if format.scales == "f16" else np.float32)
     zeros: AnyArray | None = None
     if format.zero != "none":
         zeros = np.empty((n, groups), np.float16 if format.zero == "min" else np.uint8)
@@ -129,10 +145,11 @@ def _unpack_groups(weight: PackedWeight) -> tuple[AnyArray, AnyArray, AnyArray |
 
 def _group_record(format: WeightFormat) -> np.dtype[np.void]:
     """What one group of one panel looks like, its codes as words that belong to one column each."""
-    fields: list[tuple[str, type[np.generic], tuple[int, ...]]] = [("scales", np.float16, (PANEL,))]
+    scale: type[np.generic] = np.float16 if format.scales == "f16" else np.float32
+    fields: list[tuple[str, type[np.generic], tuple[int, ...]]] = [("scales", scale, (PANEL,))]
     if format.zero != "none":
         fields.append(("zeros", np.float16, (PANEL,)))
-    if format.kind == "int8":
+    if format.kind in _BYTES:
         fields.append(("codes", np.uint16, (format.group // 2, PANEL)))
     else:
         fields.append(("codes", np.uint32, (format.group // 8, PANEL)))
@@ -141,7 +158,7 @@ def _group_record(format: WeightFormat) -> np.dtype[np.void]:
 
 def _code_words(format: WeightFormat, codes: AnyArray) -> AnyArray:
     """Codes [n, k] as words that run along k: 2 int8 codes in 16 bits, or 8 int4 codes in 32."""
-    if format.kind == "int8":
+    if format.kind in _BYTES:
         return codes.view(np.uint16)
     halves: U8Array = codes.view(np.uint8).reshape(codes.shape[0], -1, 2, 4)
     joined: U8Array = halves[:, :, 0] | (halves[:, :, 1] << np.uint8(4))
@@ -151,8 +168,8 @@ def _code_words(format: WeightFormat, codes: AnyArray) -> AnyArray:
 def _codes(format: WeightFormat, words: AnyArray) -> AnyArray:
     """The inverse of `_code_words`, for words [..., count]: codes [..., inputs]."""
     words = np.ascontiguousarray(words)
-    if format.kind == "int8":
-        return words.view(np.int8)
+    if format.kind in _BYTES:
+        return words.view(np.int8 if format.kind == "int8" else np.uint8)
     joined = words.view(np.uint8).reshape(*words.shape, 1, 4)
     return np.concatenate((joined & np.uint8(15), joined >> np.uint8(4)), axis=-2)
 

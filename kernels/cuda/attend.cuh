@@ -181,9 +181,10 @@ LLMCTL_DEVICE void load_step(unsigned char* stage, const uint8_t* head, uint32_t
   }
 }
 
-// Writes four dimensions of one row: values over weights, to which a sink adds its own.
+// Writes four dimensions of one row: values over weights, to which a sink adds its own, times what V was divided by.
 template <class Act, bool kHasSinks>
-LLMCTL_DEVICE void finish_row(Act* to, float (&v)[4], float top, float weights, const float* sinks, int head) {
+LLMCTL_DEVICE void finish_row(Act* to, float (&v)[4], float top, float weights, const float* sinks, int head,
+                              float value_scale) {
   if constexpr (kHasSinks) {
     const float sink = sinks[head] * kLog2e, most = fmaxf(top, sink);
     const float share = exp2_of<kSame<Act, float>>(top - most);
@@ -193,7 +194,7 @@ LLMCTL_DEVICE void finish_row(Act* to, float (&v)[4], float top, float weights, 
   }
   const float inverse = 1.0f / weights;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) v[i] *= inverse;
+  for (int i = 0; i < 4; ++i) v[i] = v[i] * inverse * value_scale;
   if constexpr (sizeof(Act) == 4) {
     store_vec(to, Vec4{{bits_of(v[0]), bits_of(v[1]), bits_of(v[2]), bits_of(v[3])}});
   } else {
@@ -232,13 +233,14 @@ struct Weights {
 //   part_values  float32 [parts, KV heads, kRows, kHeadDim]: sums of weight * V
 //   part_scales  float32 [parts, KV heads, kRows, 2]: largest score (in log2) and sum of weights
 //   sinks        float32 [heads]: one more score for every row, whose value is 0
+//   value_scales float32 [KV heads]: what V was divided by before it was stored; null: 1
 template <class Act, class Mma, class Kv, int kHeadDim, int kBlock, int kWarpsM, int kWarpsN, int kTile, int kStages,
           int kFlags>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
     attend(Act* out, float* part_values, float* part_scales, const Act* q, const uint8_t* arena, const int32_t* tables,
            const AttendWork* work, const int32_t* num_work, const float* sinks, int64_t block_stride,
            int64_t layer_offset, int max_blocks, int q_stride, int out_stride, int group, int window, float scale,
-           float soft_cap) {
+           float soft_cap, const float* value_scales) {
   using S = AttendShape<Act, Mma, Kv, kHeadDim, kBlock, kWarpsM, kWarpsN, kTile, kStages, kFlags>;
   if (static_cast<int>(blockIdx.x) >= num_work[0]) return;
   const AttendWork item = work[blockIdx.x];
@@ -614,7 +616,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
       const int h = kv_head * group + row % group;
       finish_row<Act, (kFlags & kSinks) != 0>(
           out + static_cast<int64_t>(item.first_row + row / group) * out_stride + h * kHeadDim + dim, v, top, weights,
-          sinks, h);
+          sinks, h, value_scales == nullptr ? 1.0f : value_scales[kv_head]);
     }
   }
 }
@@ -625,7 +627,7 @@ constexpr int kMergeRows = 4, kMergeWarps = 8;
 template <class Act, int kHeadDim, int kRows, bool kHasSinks>
 __global__ void __launch_bounds__(32 * kMergeWarps)
     attend_merge(Act* out, const float* part_values, const float* part_scales, const MergeWork* work,
-                 const int32_t* num_work, const float* sinks, int out_stride, int group) {
+                 const int32_t* num_work, const float* sinks, int out_stride, int group, const float* value_scales) {
   if (static_cast<int>(blockIdx.x) >= num_work[0]) return;
   const MergeWork item = work[blockIdx.x];
   const int kv_head = blockIdx.y, kv_heads = gridDim.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -677,7 +679,7 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
       }
       finish_row<Act, kHasSinks>(
           out + static_cast<int64_t>(item.first_row + row / group) * out_stride + h * kHeadDim + dim, all, top, of_all,
-          sinks, h);
+          sinks, h, value_scales == nullptr ? 1.0f : value_scales[kv_head]);
     }
     __syncthreads();
   }

@@ -7,12 +7,11 @@ that one recorded launch serves every step.
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ..ops import I32Array
 from .source import Kernel
@@ -145,56 +144,132 @@ class Queries:
 def plan_attention(
     sequences: Sequence[Queries], *, group: int, rows: int, tile: int, split: int, window: int = 0
 ) -> AttendPlan:
-    """The work of these sequences for tiles of `rows` packed rows, contexts cut at multiples of `split`.
+    """The work of these sequences, as `plan_rows` finds it, in one plan."""
+    if not sequences:
+        return AttendPlan(np.zeros(0, WORK), np.zeros(0, MERGE), 0)
+    columns = np.array([(s.slot, s.first_row, s.count, s.first_position) for s in sequences], np.int32).T
+    (plan,) = plan_rows(*columns, group=group, rows=rows, tile=tile, split=split, window=window)
+    return plan
 
-    Cuts, and ends of steps, are at fixed positions whatever else is in the step: that is what keeps bits equal.
+
+def plan_rows(
+    slot: I32Array,
+    first_row: I32Array,
+    count: I32Array,
+    first_position: I32Array,
+    *,
+    group: int,
+    rows: int,
+    tile: int,
+    split: int,
+    window: int = 0,
+    max_items: int = 1 << 31,
+    max_parts: int = 1 << 31,
+) -> tuple[AttendPlan, ...]:
+    """The work of these sequences (see Queries) for tiles of `rows` packed rows, contexts cut at multiples of `split`.
+
+    Cuts, and ends of steps, are at fixed positions whatever else is in the step: that is what keeps bits equal. One
+    plan, or several with at most so many items and parts each, of which there is room for one tile's at least.
     """
     assert split % tile == 0, (split, tile)
-    work: list[tuple[int, ...]] = []
-    merge: list[tuple[int | tuple[int, int, int], ...]] = []
-    parts = 0
-    for sequence in sequences:
-        packed = sequence.count * group
-        for index in range(-(-packed // rows)):
-            first = sequence.first_position + index * rows // group
-            last = sequence.first_position + (min((index + 1) * rows, packed) - 1) // group
-            begin = max(0, first + 1 - window) // tile * tile if window else 0
-            cuts = [begin, *range((begin // split + 1) * split, last + 1, split), last + 1]
-            whole = len(cuts) == 2
-            row = (sequence.slot, sequence.first_row, sequence.count, sequence.first_position, index)
-            for part, (start, end) in enumerate(itertools.pairwise(cuts)):
-                work.append((*row, start, end, -1 if whole else parts + part))
-            if not whole:
-                merge.append((sequence.first_row, sequence.count, index, parts, len(cuts) - 1, (0, 0, 0)))
-                parts += len(cuts) - 1
+    packed = count * group
+    tiles = -(-packed // rows)
+    owner = np.repeat(np.arange(len(count)), tiles)
+    index = np.arange(len(owner)) - np.repeat(tiles.cumsum() - tiles, tiles)
+    position, size = first_position[owner], packed[owner]
+    last = position + (np.minimum((index + 1) * rows, size) - 1) // group
+    begin = np.zeros_like(last)
+    if window:
+        begin = np.maximum(0, position + index * rows // group + 1 - window) // tile * tile
+    cuts = last // split - begin // split + 1
+    divided = cuts > 1
+    columns = slot[owner], first_row[owner], count[owner], position, index
+    found, place, needed = [], 0, cuts.cumsum()
+    parts = (cuts * divided).cumsum()
+    while place < len(owner):
+        before = (int(needed[place - 1]), int(parts[place - 1])) if place else (0, 0)
+        end = min(
+            int(np.searchsorted(needed, before[0] + max_items, "right")),
+            int(np.searchsorted(parts, before[1] + max_parts, "right")),
+        )
+        assert end > place, (cuts[place], max_items, max_parts)
+        here = slice(place, end)
+        chosen = tuple(column[here] for column in columns)
+        found.append(_plan_tiles(chosen, begin[here], last[here], cuts[here], split))
+        place = end
+    return tuple(found)
+
+
+def _plan_tiles(
+    columns: tuple[npt.NDArray[np.integer], ...],
+    begin: npt.NDArray[np.integer],
+    last: npt.NDArray[np.integer],
+    cuts: npt.NDArray[np.integer],
+    split: int,
+) -> AttendPlan:
+    """The plan of these tiles: slot, first row, queries, first position and index of each, and its context's cuts."""
+    divided = cuts > 1
+    parts = np.where(divided, cuts, 0)
+    first_part = parts.cumsum() - parts
+    tile = np.repeat(np.arange(len(cuts)), cuts)
+    part = np.arange(len(tile)) - np.repeat(cuts.cumsum() - cuts, cuts)
+    cut = begin[tile] // split + part
+    start = np.where(part == 0, begin[tile], cut * split)
+    end = np.where(part == cuts[tile] - 1, last[tile] + 1, (cut + 1) * split)
     # The longest first: a GPU starts them in this order, and short ones fill its last gaps.
-    work.sort(key=lambda item: item[5] - item[6])
-    return AttendPlan(np.array(work, WORK), np.array(merge, MERGE), parts)
+    order = np.argsort(start - end, kind="stable")
+    partial = np.where(divided[tile], first_part[tile] + part, -1)
+    work = np.zeros(len(tile), WORK)
+    values = (*(column[tile] for column in columns), start, end, partial)
+    for name, value in zip(WORK.names or (), values, strict=True):
+        work[name] = value[order]
+    joined = np.flatnonzero(divided)
+    merge = np.zeros(len(joined), MERGE)
+    _, first_row, queries, _, index = columns
+    for name, value in zip(MERGE.names or (), (first_row, queries, index, first_part, cuts), strict=False):
+        merge[name] = value[joined]
+    return AttendPlan(work, merge, int(parts.sum()))
 
 
 def choose_split(
     sequences: Sequence[Queries], *, group: int, rows: int, tile: int, kv_heads: int, processors: int, window: int = 0
 ) -> int:
+    """`choose_split_of` for these sequences."""
+    lengths = np.array([s.first_position + s.count for s in sequences], np.int32)
+    return choose_split_of(
+        lengths, np.array([s.count for s in sequences], np.int32),
+        group=group, rows=rows, tile=tile, kv_heads=kv_heads, processors=processors, window=window,
+    )  # fmt: skip
+
+
+def choose_split_of(
+    lengths: I32Array,
+    counts: I32Array,
+    *,
+    group: int,
+    rows: int,
+    tile: int,
+    kv_heads: int,
+    processors: int,
+    window: int = 0,
+) -> int:
     """The cut that lets a GPU of so many SMs end soonest: a multiple of the tile.
 
-    An SM reads as fast for two blocks as for three, so what counts is how many tokens the busiest has to read.
-    Depends on the company that a request has, so not for `--deterministic`, which has one cut for all steps.
+    `lengths` of the contexts of one sequence each, with the queries that `counts` says. An SM reads as fast for two
+    blocks as for three, so what counts is how many tokens the busiest has to read. Depends on the company that a
+    request has, so not for `--deterministic`, which has one cut for all steps.
     """
-    lengths = []
-    for sequence in sequences:
-        longest = sequence.first_position + sequence.count
-        tiles = -(-sequence.count * group // rows)
-        lengths += [min(longest, window + rows) if window else longest] * tiles
-    if not lengths:
+    if not len(lengths):
         return tile
-    longest = max(lengths)
-    even = max(1, sum(lengths) * kv_heads // processors)
+    tiles = -(-counts * group // rows)
+    read = np.repeat(np.minimum(lengths, window + rows) if window else lengths, tiles).astype(np.int64)
+    longest = int(read.max())
+    even = max(1, int(read.sum()) * kv_heads // processors)
     candidates = {-(-longest // parts // tile) * tile for parts in range(1, 9)}
     candidates |= {-(-even // blocks // tile) * tile for blocks in range(1, 9)} | {_SHORTEST * tile}
-    counts = Counter(lengths)
 
     def cost(split: int) -> tuple[int, int]:
-        blocks = kv_heads * sum(count * -(-length // split) for length, count in counts.items())
+        blocks = kv_heads * int((-(-read // split)).sum())
         # One block alone leaves an SM waiting.
         busiest = max(2, -(-blocks // processors)) * (min(split, longest) + _PART_TOKENS)
         return busiest + (0 if split >= longest else _MERGE_TOKENS), -split

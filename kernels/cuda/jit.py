@@ -24,7 +24,8 @@ from . import nvrtc
 from .source import FOLDER, Kernel, headers_of, prologue, text_hash
 
 # Architectures that are compiled for; `a` ones run on that GPU only, and may use all that it has.
-ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
+# sm_75 has float16 alone.
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
 
 # No fusing of products and sums but where a kernel says fmaf: two specializations then agree bit for bit.
 FLAGS = ("-std=c++17", "--fmad=false", "-default-device", "--ptxas-options=-v", "--ptxas-options=--warn-on-spills")
@@ -127,7 +128,7 @@ def architecture(major: int, minor: int) -> str:
     if not fitting:
         raise NoKernel(
             f"no kernels for a GPU of compute capability {major}.{minor}",
-            "supported are 8.0, 8.6, 8.9, 9.0, 10.0 and 12.x: choose such a GPU, or `--device cpu`",
+            "supported are 7.5 (in float16), 8.0, 8.6, 8.9, 9.0, 10.0 and 12.x: choose such a GPU, or `--device cpu`",
         )
     return f"sm_{max(fitting)}"
 

@@ -6,6 +6,7 @@ Addresses and sizes in, calls out: nothing here needs a GPU, so that tests run t
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +14,7 @@ from ..errors import UsageError
 from ..formats import WeightFormat
 from . import pack
 from .call import Call
-from .linear_tiles import SHARED_LIMIT, UNIT, Tile, choose_splits, choose_tile, shared_bytes, tiles_of
+from .linear_tiles import SHARED_LIMIT, UNIT, Tile, choose_splits, choose_tile, shared_bytes, tiles_within
 from .source import Kernel
 from .types import ACTIVATIONS, ELEMENT_BYTES, ELEMENTS
 
@@ -93,31 +94,39 @@ def refusal(layer: Linear) -> str | None:
     return None
 
 
-def linear_calls(layer: Linear, rows: int, at: Addresses, processors: int, *, deterministic: bool) -> list[Call]:
-    """What computes the layer for this many rows on a GPU with so many SMs.
+def linear_calls(
+    layer: Linear, rows: int, at: Addresses, processors: int, *, deterministic: bool, shared_limit: int = SHARED_LIMIT
+) -> list[Call]:
+    """What computes the layer for this many rows on a GPU with so many SMs, and so much shared memory for a block.
 
     deterministic  a row gives the same bits however many there are: one kernel for all, and splits by the inputs alone
     """
-    if rows == 1 and not deterministic and vector_shared(layer) <= SHARED_LIMIT:
+    if rows == 1 and not deterministic and vector_shared(layer) <= shared_limit:
         return [vector_call(layer, rows, at)]
     if layer.dtype == "f32":
         return [fma_call(layer, rows, at)]
-    return mma_calls(layer, rows, at, *_cut(layer, rows, processors, deterministic))
+    return mma_calls(layer, rows, at, *_cut(layer, rows, processors, deterministic, shared_limit))
 
 
-def linear_workspace(layer: Linear, rows: int, processors: int, *, deterministic: bool) -> int:
+@functools.lru_cache(1024)  # every layer of a model asks, and few differ
+def linear_workspace(
+    layer: Linear, rows: int, processors: int, *, deterministic: bool, shared_limit: int = SHARED_LIMIT
+) -> int:
     """Bytes that `Addresses.sums` must have for any number of rows up to this one."""
     if layer.dtype == "f32":
         return 0
     # More rows may need less: they take larger tiles, and fewer splits. Where neither changes, the last row decides.
-    table = tiles_of(layer.weight)
+    table = tiles_within(layer.weight, shared_limit)
     ends = (*(tile.rows for tile in table), *range(table[-1].rows, rows, table[-1].rows))
     counts = (*(count for count in ends if count < rows), rows)
-    return max(workspace_bytes(layer, count, _cut(layer, count, processors, deterministic)[1]) for count in counts)
+    return max(
+        workspace_bytes(layer, count, _cut(layer, count, processors, deterministic, shared_limit)[1])
+        for count in counts
+    )
 
 
-def _cut(layer: Linear, rows: int, processors: int, deterministic: bool) -> tuple[Tile, int, int]:
-    tile = choose_tile(rows, layer.weight)
+def _cut(layer: Linear, rows: int, processors: int, deterministic: bool, shared_limit: int) -> tuple[Tile, int, int]:
+    tile = choose_tile(rows, layer.weight, shared_limit)
     splits = choose_splits(
         tile, rows, layer.outputs, layer.inputs, layer.weight, processors, deterministic=deterministic
     )

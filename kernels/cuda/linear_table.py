@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..formats import WeightFormat
 from . import linear, lora, moe
 from .linear import End, Linear
-from .linear_tiles import MIN_TILES, TILES, Tile, shared_bytes, stage_bytes, tiles_of
+from .linear_tiles import NARROW_TILES, TILES, Tile, shared_bytes, stage_bytes, tiles_of
 from .listed import Listed
 from .source import Kernel
 from .types import ACTIVATIONS, ELEMENTS
@@ -42,30 +42,31 @@ def linear_kernels(
             yield Listed(linear.reduce_kernel(layer), linear.REDUCE_THREADS)
 
 
-def all_linears() -> Iterator[Listed]:
-    """Every combination of types, storage and ends."""
-    for dtype in ACTIVATIONS:
+def all_linears(dtypes: Sequence[str] = ACTIVATIONS) -> Iterator[Listed]:
+    """Every combination of storage and ends with activations of these types."""
+    for dtype in dtypes:
         yield from linear_kernels(dtype, (*CODES, *map(WeightFormat, ACTIVATIONS)), ENDS)
         yield Listed(linear.gather_kernel(dtype), linear.GATHER_THREADS)
         yield from _adapters(dtype, lora.RANKS)
-    for dtype in SIXTEEN_BIT:
-        yield from _experts(dtype, (*CODES, WeightFormat(dtype)))
+    for dtype in dtypes:
+        if dtype in SIXTEEN_BIT:
+            yield from _experts(dtype, (*CODES, WeightFormat(dtype)))
 
 
-def linear_representatives() -> Iterator[Listed]:
+def linear_representatives(act: str) -> Iterator[Listed]:
     """At least one of each template, and of linear_mma the storage that each decoding has."""
     for weight, tile in ((CODES[3], 0), (CODES[3], 3), (CODES[8], 1), (CODES[9], 0), (CODES[12], 0), (CODES[13], 2)):
-        yield _mma(Linear("bf16", weight, WHOLE, WHOLE), tiles_of(weight)[tile])
+        yield _mma(Linear(act, weight, WHOLE, WHOLE), tiles_of(weight)[tile])
     yield _mma(Linear("f16", CODES[5], WHOLE, WHOLE, "silu"), TILES[0])
-    yield _mma(Linear("bf16", WeightFormat("bf16"), WHOLE, WHOLE), tiles_of(WeightFormat("bf16"))[3])
-    layer = Linear("bf16", CODES[3], WHOLE, WHOLE, "add")
+    yield _mma(Linear(act, WeightFormat(act), WHOLE, WHOLE), tiles_of(WeightFormat(act))[3])
+    layer = Linear(act, CODES[3], WHOLE, WHOLE, "add")
     yield Listed(linear.reduce_kernel(layer), linear.REDUCE_THREADS)
     yield Listed(linear.vector_kernel(layer), 32 * linear.VECTOR_WARPS, linear.vector_shared(layer))
     plain = Linear("f32", WeightFormat("f32"), WHOLE, WHOLE)
     yield Listed(linear.fma_kernel(plain), linear.FMA_THREADS, linear.FMA_SHARED)
-    yield Listed(linear.gather_kernel("bf16"), linear.GATHER_THREADS)
-    yield from _adapters("bf16", (16,))
-    yield from itertools.islice(_experts("bf16", (CODES[3],)), 5)
+    yield Listed(linear.gather_kernel(act), linear.GATHER_THREADS)
+    yield from _adapters(act, (16,))
+    yield from itertools.islice(_experts(act, (CODES[3],)), 5)
 
 
 def _mma(layer: Linear, tile: Tile, *, grouped: bool = False) -> Listed:
@@ -86,7 +87,7 @@ def _experts(dtype: str, formats: Iterable[WeightFormat]) -> Iterator[Listed]:
         layer = Linear(dtype, weight, WHOLE, WHOLE, end)
         yield from (_mma(layer, tile, grouped=True) for tile in tiles_of(weight))
     yield Listed(moe.combine_kernel(dtype, add=False), moe.COMBINE_THREADS)
-    for rows in dict.fromkeys(tile.rows for tile in (*TILES, *MIN_TILES)):
+    for rows in dict.fromkeys(tile.rows for tile in (*TILES, *NARROW_TILES)):
         yield Listed(Kernel(moe.HEADER, f"moe_group<{rows}>"), moe.GROUP_THREADS, 8 * moe.MAX_EXPERTS)
 
 

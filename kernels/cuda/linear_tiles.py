@@ -48,17 +48,28 @@ TILES = (
     Tile(4, 2, 2, 4, 3),  # 128 rows and outputs
 )
 FLOAT_TILES = (*TILES[:3], Tile(4, 2, 2, 4, 2))  # 16-bit weights: two stages of the largest are 64 KiB
-MIN_TILES = (*TILES[:3], Tile(4, 1, 2, 4, 3))  # minima take registers: for half as many outputs
+NARROW_TILES = (*TILES[:3], Tile(4, 1, 2, 4, 3))  # half as many outputs
 
 
 def tiles_of(weight: WeightFormat) -> tuple[Tile, ...]:
-    """Every tile that a weight is multiplied with, in ascending order of rows."""
-    return FLOAT_TILES if weight.is_float else MIN_TILES if weight.zero == "min" else TILES
+    """Every tile that a weight is multiplied with, in ascending order of rows.
+
+    Minima, and scales of two groups in a step, take registers that the largest tile has not got.
+    """
+    if weight.is_float:
+        return FLOAT_TILES
+    return NARROW_TILES if weight.zero == "min" or weight.group == 32 else TILES
 
 
-def choose_tile(rows: int, weight: WeightFormat) -> Tile:
-    """The smallest tile that takes all rows at once, or the largest."""
-    table = tiles_of(weight)
+def tiles_within(weight: WeightFormat, shared_limit: int) -> tuple[Tile, ...]:
+    """Those of `tiles_of` that fit into so much shared memory; the smallest always does."""
+    group = weight.group if weight.group in (32, 64, 128) else 0
+    return tuple(t for t in tiles_of(weight) if shared_bytes(t, weight, group, grouped=False) <= shared_limit)
+
+
+def choose_tile(rows: int, weight: WeightFormat, shared_limit: int = SHARED_LIMIT) -> Tile:
+    """The smallest tile that takes all rows at once, or the largest that there is shared memory for."""
+    table = tiles_within(weight, shared_limit)
     return next((tile for tile in table if tile.rows >= rows), table[-1])
 
 

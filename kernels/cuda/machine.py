@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol, TypeVar
 
-from ..ops import AnyArray
+from ..ops import AnyArray, U8Array
 from .call import Call
 from .source import Kernel
+
+T = TypeVar("T")
 
 
 class Machine(Protocol):
@@ -35,6 +37,10 @@ class Machine(Protocol):
         """Where kernels find a buffer that steps read and write: on a GPU, its twin there."""
         ...
 
+    def reserve(self, num_bytes: int) -> U8Array:
+        """A buffer of zeros that kernels alone read and write, such as a KV arena; the host knows its address only."""
+        ...
+
     def upload(self, array: AnyArray) -> int:
         """The address of a copy that kernels read, kept as long as the machine is."""
         ...
@@ -48,6 +54,14 @@ class Machine(Protocol):
 
     def send(self, array: AnyArray) -> int:
         """The address of a copy for the launches that come next, valid until those of a later step."""
+        ...
+
+    def bring(self, array: AnyArray, count: int) -> None:
+        """Let the buffer's twin (`address`) have its first `count` items, for the launches that come next."""
+        ...
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What was made for this key before, else what `make` makes: what ops of several layers share."""
         ...
 
     def launch(self, calls: Sequence[Call]) -> None:

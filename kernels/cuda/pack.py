@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import UsageError
-from ..formats import FLOAT_BYTES, WeightFormat
-from ..ops import AnyArray, U8Array
+from ..formats import FLOAT_BYTES, NF4_VALUES, WeightFormat
+from ..ops import AnyArray, F32Array, U8Array
 
 LAYOUT_VERSION = "mma16.1"
 PANEL = 16
@@ -95,6 +95,28 @@ def pack(
     return out
 
 
+def values(format: WeightFormat, packed: U8Array, n: int, k: int) -> F32Array:
+    """The [n, k] values of a packed weight, each product and sum rounded once."""
+    where, units = parts(format, n, k), -(-k // UNIT)
+    codes = _unpacked_codes(format, packed[where.codes], -(-n // PANEL) * PANEL, units * UNIT)
+    if format.kind == "bf16":
+        return (codes.astype(np.uint32) << np.uint32(16)).view(np.float32)[:n, :k]
+    if format.is_float:
+        floats: F32Array = codes.view(np.float16 if format.kind == "f16" else np.float32).astype(np.float32)
+        return floats[:n, :k]
+    groups = _groups(format, k)
+    kind = np.float16 if format.scales == "f16" else np.float32
+    out = _meaning(format, codes)
+    each = out.reshape(len(out), groups, -1)
+    scales = _from_sums(packed[where.scales].view(kind), groups).astype(np.float32)[:, :, None]
+    if format.zero == "int":
+        each -= _from_codes(packed[where.zeros], groups).astype(np.float32)[:, :, None]
+    each *= scales
+    if format.zero == "min":
+        each += _from_sums(packed[where.zeros].view(kind), groups).astype(np.float32)[:, :, None]
+    return np.ascontiguousarray(out[:n, :k])
+
+
 def interleave(gate: AnyArray, up: AnyArray) -> AnyArray:
     """Rows of two weights of equal shape (or their scales, or zeros), eight of one and eight of the other in turn."""
     if gate.shape != up.shape or gate.shape[0] % 8 != 0:
@@ -137,6 +159,48 @@ def _packed_codes(format: WeightFormat, codes: AnyArray) -> U8Array:
         joined: U8Array = pairs[:, 0] | (pairs[:, 1] << np.uint8(4))
         return joined
     return flat.view(np.uint8)
+
+
+def _unpacked_codes(format: WeightFormat, packed: U8Array, n: int, k: int) -> AnyArray:
+    """The inverse of `_packed_codes`: [n, k] as stored, padded."""
+    bits = _BITS[format.kind]
+    shape = n // PANEL, 2, 8, k // UNIT, 4, 2, 4, 2
+    if bits == 8:
+        split = (*shape[:4], 2, 2, 2, 4, 2)
+        order = (0, 3, 4, 2, 7, 5, 1, 6, 8)
+        bytes_of = packed.reshape([split[axis] for axis in order]).transpose(np.argsort(order))
+        return np.ascontiguousarray(bytes_of).reshape(n, k)
+    flat: AnyArray = packed.view({16: np.uint16, 32: np.uint32}.get(bits, np.uint8))
+    if bits == 4:
+        flat = np.stack((packed & np.uint8(15), packed >> np.uint8(4)), axis=1).reshape(-1)
+    order_ = _ORDERS["f16" if bits == 16 else format.kind]
+    axes = flat.reshape([shape[axis] for axis in order_]).transpose(np.argsort(order_))
+    return np.ascontiguousarray(axes).reshape(n, k)
+
+
+def _meaning(format: WeightFormat, codes: AnyArray) -> F32Array:
+    """What each code stands for before its group's zero and scale."""
+    if format.kind == "nf4":
+        table = np.array(NF4_VALUES, np.float32)
+        named: F32Array = table[codes]
+        return named
+    if format.kind == "fp8_e4m3":
+        # Exponent and mantissa in their places, with an exponent's bias that the product mends.
+        wide = codes.astype(np.uint32)
+        bits = (wide & np.uint32(0x80)) << np.uint32(24) | (wide & np.uint32(0x7F)) << np.uint32(20)
+        return bits.view(np.float32) * np.float32(2.0**120)
+    middle = {"int8": 128, "int4": 8}[format.kind] if format.kind == "int8" or format.zero == "none" else 0
+    return codes.astype(np.float32) - np.float32(middle)
+
+
+def _from_sums(values: AnyArray, groups: int) -> AnyArray:
+    """The inverse of `_by_sums`: [n, groups]."""
+    return values.reshape(-1, groups, 4, 2, 2).transpose(0, 3, 2, 4, 1).reshape(-1, groups)
+
+
+def _from_codes(values: U8Array, groups: int) -> AnyArray:
+    """The inverse of `_by_codes`: [n, groups]."""
+    return values.reshape(-1, groups, 8, 2).transpose(0, 3, 2, 1).reshape(-1, groups)
 
 
 def _by_sums(rows: AnyArray) -> U8Array:

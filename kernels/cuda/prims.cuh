@@ -24,6 +24,15 @@ using int64_t = long long;
 
 namespace llmctl::cuda {
 
+// Before sm_80 there are neither asynchronous copies, which are made at once then, nor bfloat16 nor tf32, and tensor cores
+// take half as long a step.
+#if defined(LLMCTL_GPU) && __CUDA_ARCH__ < 800
+#define LLMCTL_TURING 1
+constexpr bool kHasBf16 = false;
+#else
+constexpr bool kHasBf16 = true;
+#endif
+
 // ---- numbers
 
 struct Half {
@@ -107,7 +116,7 @@ LLMCTL_DEVICE float high_of(uint32_t pair) {
 // a * b + c on pairs, rounded once.
 template <class T>
 LLMCTL_DEVICE uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
-  static_assert(kSame<T, Half> || kSame<T, Bf16>);
+  static_assert(kSame<T, Half> || (kSame<T, Bf16> && kHasBf16));
 #ifdef LLMCTL_GPU
   uint32_t out;
   if constexpr (kSame<T, Half>) {
@@ -258,7 +267,11 @@ LLMCTL_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32
 // 16 bytes to shared memory, zeros if not `valid` (`from` must then still be an address that could be read). They are
 // there for this thread after copy_wait, and for others after a barrier too.
 LLMCTL_DEVICE void copy_16(void* to, const void* from, bool valid) {
-#ifdef LLMCTL_GPU
+#ifdef LLMCTL_TURING
+  Vec4 v{};
+  if (valid) v = load_vec<Vec4>(from);
+  store_vec(to, v);
+#elif defined(LLMCTL_GPU)
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
                "r"(valid ? 16 : 0)
                : "memory");
@@ -267,7 +280,9 @@ LLMCTL_DEVICE void copy_16(void* to, const void* from, bool valid) {
 #endif
 }
 LLMCTL_DEVICE void copy_16(void* to, const void* from) {
-#ifdef LLMCTL_GPU
+#ifdef LLMCTL_TURING
+  store_vec(to, load_vec<Vec4>(from));
+#elif defined(LLMCTL_GPU)
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 #else
   emu::copy_async(to, from, 16, 16, LLMCTL_SITE);
@@ -275,7 +290,11 @@ LLMCTL_DEVICE void copy_16(void* to, const void* from) {
 }
 // 4 bytes, likewise.
 LLMCTL_DEVICE void copy_4(void* to, const void* from, bool valid) {
-#ifdef LLMCTL_GPU
+#ifdef LLMCTL_TURING
+  uint32_t v = 0;
+  if (valid) v = load_vec<uint32_t>(from);
+  store_vec(to, v);
+#elif defined(LLMCTL_GPU)
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 4 : 0)
                : "memory");
 #else
@@ -284,7 +303,8 @@ LLMCTL_DEVICE void copy_4(void* to, const void* from, bool valid) {
 }
 // Closes a group of copies.
 LLMCTL_DEVICE void copy_commit() {
-#ifdef LLMCTL_GPU
+#ifdef LLMCTL_TURING
+#elif defined(LLMCTL_GPU)
   asm volatile("cp.async.commit_group;" ::: "memory");
 #else
   emu::copy_commit();
@@ -293,7 +313,8 @@ LLMCTL_DEVICE void copy_commit() {
 // Waits until at most kOpen of this thread's groups are still under way.
 template <int kOpen>
 LLMCTL_DEVICE void copy_wait() {
-#ifdef LLMCTL_GPU
+#ifdef LLMCTL_TURING
+#elif defined(LLMCTL_GPU)
   asm volatile("cp.async.wait_group %0;" ::"n"(kOpen) : "memory");
 #else
   emu::copy_wait(kOpen);
@@ -346,8 +367,16 @@ LLMCTL_DEVICE void load_matrices(uint32_t (&out)[4], const void* row) {
 // g); of d: (g, 2t), (g, 2t+1), (g + 8, 2t), (g + 8, 2t+1).
 template <class T>
 LLMCTL_DEVICE void mma_16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  static_assert(kSame<T, Half> || kSame<T, Bf16>);
-#ifdef LLMCTL_GPU
+  static_assert(kSame<T, Half> || (kSame<T, Bf16> && kHasBf16));
+#ifdef LLMCTL_TURING
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[2 * half]), "r"(a[2 * half + 1]), "r"(b[half]));
+  }
+#elif defined(LLMCTL_GPU)
   if constexpr (kSame<T, Half>) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -369,7 +398,9 @@ LLMCTL_DEVICE void mma_16(float (&d)[4], const uint32_t (&a)[4], const uint32_t 
 // d[16, 8] += a[16, 8] b[8, 8] in tf32: the lower 13 bits of an operand are not looked at. Lane (g, t) holds of a:
 // (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4); of b: (t, g), (t + 4, g); of d as above.
 LLMCTL_DEVICE void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-#ifdef LLMCTL_GPU
+#ifdef LLMCTL_TURING
+  __trap();  // attention in these types is refused before it is compiled
+#elif defined(LLMCTL_GPU)
   asm volatile(
       "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"

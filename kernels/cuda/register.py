@@ -1,8 +1,8 @@
 """The CUDA entries of the registry: they accept what their kernels can do on the machine that is in use.
 
-Two entries serve linear layers. `cuda` gives a row the same bits in any company and is always there; `cuda-fast` also
-cuts the inputs by the number of rows and has a kernel of its own for a single row, so it is a class of bits that only
-a machine without `deterministic` may bind.
+Three entries serve linear layers. `cuda` gives a row the same bits in any company and is always there; `cuda-fast` also
+cuts the inputs by the number of rows and has a kernel of its own for a single row, and `cuda-library` is NVIDIA's for
+16-bit weights: classes of bits that only a machine without `deterministic` may bind.
 """
 
 from __future__ import annotations
@@ -13,15 +13,34 @@ from typing import Any
 
 from ..cpu.pack import unpack
 from ..entry import Entry
-from ..ops import LOGIT_ROWS, ROWS, LinearArgs, PackedWeight
+from ..errors import NoKernel
+from ..ops import (
+    LOGIT_ROWS,
+    ROWS,
+    ActMulArgs,
+    AttendArgs,
+    EmbedArgs,
+    LinearArgs,
+    NormAddArgs,
+    NormArgs,
+    PackedWeight,
+    RopeStoreArgs,
+)
 from . import linear, steps
+from .attend import compute_of
 from .call import Call
+from .jit import architecture
+from .library import build_library, refuse_library
 from .linear import Addresses, Linear
+from .linear_tiles import SHARED_LIMIT
 from .machine import Machine
 from .pack import pack
 from .steps import DTYPES, as_stored
+from .tiles import SMS, missing
 
-MIN_CAPABILITY = (8, 0)  # cp.async and bfloat16 on tensor cores
+MIN_CAPABILITY = (7, 5)  # matrix loads, and tensor cores whose operands lie as in all later ones
+
+_KEPT_CALLS = 64  # numbers of rows that a layer's calls are kept for
 
 _machine: list[Machine] = []
 
@@ -31,17 +50,27 @@ def use(machine: Machine | None) -> None:
     _machine[:] = [] if machine is None else [machine]
 
 
+def machine_in_use() -> Machine:
+    """The machine that ops are bound to. Raises NoKernel if there is none."""
+    if not _machine:
+        raise NoKernel("no GPU is in use", "run on the CPU with `--device cpu`")
+    return _machine[0]
+
+
 def entries() -> tuple[Entry, ...]:
     """Every entry; without a machine they refuse."""
     step = (
         ("embed", steps.refuse_embed, steps.build_embed, "rows.cuh"),
         ("norm", steps.refuse_norm, steps.build_norm, "rows.cuh"),
+        ("norm_add", steps.refuse_norm_add, steps.build_norm_add, "rows.cuh"),
+        ("latent", steps.refuse_latent, steps.build_latent, "steps.py"),
         ("rope_store", steps.refuse_rope_store, steps.build_rope_store, "rope_store.cuh"),
         ("attend", steps.refuse_attend, steps.build_attend, "attend.cuh"),
         ("act_mul", steps.refuse_act_mul, steps.build_act_mul, "apart.cuh"),
         ("kv_copy", steps.refuse_kv_copy, steps.build_kv_copy, "kv_blocks.cuh"),
     )
     return (
+        _entry("linear", "cuda-library", 30, _refuse_library, build_library, "library.py"),
         _entry("linear", "cuda-fast", 20, _refuse_fast, _build_linear, "linear_vector.cuh"),
         _entry("linear", "cuda", 10, _refuse_linear, _build_linear, "linear_mma.cuh"),
         *(_entry(op, "cuda", 10, refuse, build, source) for op, refuse, build, source in step),
@@ -60,10 +89,31 @@ def _entry(
         if not _machine:
             return "no GPU is in use"
         if (capability := _machine[0].capability) < MIN_CAPABILITY:
-            return f"the GPU has compute capability {capability[0]}.{capability[1]}, 8.0 is needed"
-        return refuse(args)
+            return f"the GPU has compute capability {capability[0]}.{capability[1]}, 7.5 is needed"
+        return _refuse_types(capability, args) or refuse(args)
 
     return Entry(op, "cuda", bits, "sm_80", priority, accepts, lambda args: build(args, _machine[0]), f"cuda/{source}")
+
+
+def _refuse_types(capability: tuple[int, int], args: Any) -> str | None:
+    """Why an old GPU does not compute in the types of these arguments."""
+    arch = architecture(*capability)
+    match args:
+        case LinearArgs() | ActMulArgs():
+            dtype = DTYPES.get(args.act.values.dtype)
+        case NormArgs() | NormAddArgs():
+            dtype = DTYPES.get(args.x.dtype)
+        case RopeStoreArgs() | AttendArgs():
+            dtype = DTYPES.get(args.q.dtype)
+        case EmbedArgs():
+            dtype = DTYPES.get(args.out.dtype)
+        case _:
+            dtype = None
+    if dtype == "bf16":
+        return missing(arch, dtype)
+    if isinstance(args, AttendArgs) and dtype is not None:
+        return missing(arch, args.compute or compute_of(dtype, args.kv.format.kind))
+    return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +133,8 @@ class LinearOp:
         if rows == 0:
             return
         if rows not in self.calls:
+            if len(self.calls) == _KEPT_CALLS:
+                self.calls.clear()
             self.calls[rows] = self._calls(rows)
         self.machine.launch(self.calls[rows])
 
@@ -96,7 +148,14 @@ class LinearOp:
             calls.append(linear.gather_call(layer.dtype, rows, layer.inputs, out=ordered, x=x, order=self.order))
             x = ordered
         at = Addresses(y, x, self.weight, self.bias, y if args.add else 0, work)
-        return calls + linear.linear_calls(layer, rows, at, machine.processors, deterministic=machine.deterministic)
+        return calls + linear.linear_calls(
+            layer, rows, at, machine.processors,
+            deterministic=machine.deterministic, shared_limit=_shared_limit(machine),
+        )  # fmt: skip
+
+
+def _refuse_library(args: LinearArgs) -> str | None:
+    return refuse_library(args, _machine[0])
 
 
 def _refuse_fast(args: LinearArgs) -> str | None:
@@ -135,5 +194,11 @@ def _layer(args: LinearArgs) -> Linear:
 
 def _workspace(layer: Linear, rows: int, machine: Machine, *, ordered: bool) -> tuple[int, int]:
     """Bytes of partial sums, and of the inputs in the weight's order."""
-    sums = linear.linear_workspace(layer, rows, machine.processors, deterministic=machine.deterministic)
+    sums = linear.linear_workspace(
+        layer, rows, machine.processors, deterministic=machine.deterministic, shared_limit=_shared_limit(machine)
+    )
     return -(-sums // 16) * 16, 4 * rows * layer.inputs if ordered else 0
+
+
+def _shared_limit(machine: Machine) -> int:
+    return min(SHARED_LIMIT, SMS[architecture(*machine.capability)].block_shared)

@@ -4,39 +4,72 @@
 // One warp per head of a row: a query head is rotated in place, a KV head is rotated and stored with its V. Each lane
 // has pairs of dimensions that rotate together. Layout of the cache: attend.cuh; what is stored: KVFormat (formats.py).
 //
+// Products and sums of the rotation and of steering are rounded one by one and in the order of the CPU's kernels, so that
+// the same K in float32 is stored as the same codes.
+//
 // V is kept finite whatever comes: attention multiplies masked tokens with 0, and a NaN or an infinity would show where
 // nobody attends to it. K of that token becomes NaN in its place, which reaches exactly those who do.
 #pragma once
 
-#include "prims.cuh"
+#include "stored.cuh"
 
 namespace llmctl::cuda {
 
 constexpr int kNoRope = 0, kHalves = 1, kInterleaved = 2;  // dimension i rotates with i + rotary / 2, or 2i with 2i + 1
 
-// Float32 to a float of 8 bits with kMantissa bits of mantissa, to nearest even, at most `largest`. Not for NaN.
-template <int kMantissa>
-LLMCTL_DEVICE uint8_t to_fp8(float v, float largest) {
-  constexpr int kDropped = 23 - kMantissa, kBias = kMantissa == 3 ? 7 : 15;
-  constexpr float kLeastNormal = kMantissa == 3 ? 0.015625f : 6.103515625e-05f;
-  const float size = fminf(fabsf(v), largest);
-  const uint32_t bits = bits_of(size);
-  const uint32_t rounded = bits + (1u << (kDropped - 1)) - 1 + (bits >> kDropped & 1);
-  const uint32_t normal = (rounded >> kDropped) - ((127 - kBias) << kMantissa);
-  const uint32_t tiny = static_cast<uint32_t>(rintf(size * ((1 << kMantissa) / kLeastNormal)));
-  return static_cast<uint8_t>((size < kLeastNormal ? tiny : normal) | (bits_of(v) >> 24 & 0x80u));
+// What an 8-bit format makes of a value without NaN; `scale` is the token's, of Int8 alone.
+template <class Kv>
+LLMCTL_DEVICE float rounded(float v, float scale) {
+  static_assert(sizeof(Kv) == 1);
+  if constexpr (kSame<Kv, Int8>) {
+    return static_cast<float>(to_stored<Int8>(v / scale)) * scale;
+  } else {
+    // Exponent and mantissa in their places, with an exponent's bias that the product mends, for denormals too.
+    constexpr bool k5 = kSame<Kv, E5m2>;
+    const uint32_t code = to_stored<Kv>(v).bits;
+    return float_of((code & 0x80u) << 24 | (code & 0x7fu) << (k5 ? 21 : 20)) * float_of(k5 ? 0x77800000u : 0x7b800000u);
+  }
 }
 
 template <class Kv>
-LLMCTL_DEVICE Kv to_stored(float v) {
-  if constexpr (kSame<Kv, E4m3>) {
-    return Kv{to_fp8<3>(v, 448.0f)};
-  } else if constexpr (kSame<Kv, E5m2>) {
-    return Kv{to_fp8<2>(v, 57344.0f)};
-  } else if constexpr (kSame<Kv, Int8>) {
-    return static_cast<Int8>(fminf(fmaxf(rintf(v), -127.0f), 127.0f));
-  } else {
-    return from_float<Kv>(v);
+constexpr float kLargestFp8 = kSame<Kv, E4m3> ? 448.0f : 57344.0f;
+constexpr float kSteerBelow = 1e18f;  // no sum of steering can overflow below it
+
+// K of one token, a and b, replaced by values of an 8-bit format near it whose errors cancel each other as far as queries
+// can see: KeySteering of ops.py. Lane l has the pairs at places l, l + 32 ..., with their turns c and s; `follow` is the
+// head's. Every lane rounds a pair at each place, and that of the place tells the others its error.
+template <class Kv, int kHalf, int kPairs>
+LLMCTL_DEVICE void steer_key(float (&a)[kPairs], float (&b)[kPairs], const float (&c)[kPairs], const float (&s)[kPairs],
+                             float scale, const float* follow) {
+  const int lane = threadIdx.x % 32;
+  float first[kPairs] = {}, second[kPairs] = {};  // what pairs are to make good
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    constexpr int kUnroll = 8;
+    static_assert(kHalf % kUnroll == 0);
+    float chosen_a = 0, chosen_b = 0;
+#pragma unroll kUnroll
+    for (int from = 0; from < 32; ++from) {
+      if (kHalf % 32 != 0 && 32 * i + from >= kHalf) break;
+      const float near_a = rounded<Kv>(a[i] - (first[i] * c[i] - second[i] * s[i]), scale);
+      const float near_b = rounded<Kv>(b[i] - (second[i] * c[i] + first[i] * s[i]), scale);
+      const float off_a = near_a - a[i], off_b = near_b - b[i];
+      const float x = __shfl_sync(kAllLanes, off_a * c[i] + off_b * s[i], from);  // turned back
+      const float y = __shfl_sync(kAllLanes, off_b * c[i] - off_a * s[i], from);
+      if (lane == from) {
+        chosen_a = near_a;
+        chosen_b = near_b;
+      }
+      const float* row = follow + (32 * i + from) * 4 * kHalf + lane;
+#pragma unroll
+      for (int j = i; j < kPairs; ++j) {
+        if (kHalf % 32 != 0 && lane + 32 * j >= kHalf) continue;
+        first[j] += x * row[32 * j] + y * row[kHalf + 32 * j];
+        second[j] += x * row[2 * kHalf + 32 * j] + y * row[3 * kHalf + 32 * j];
+      }
+    }
+    a[i] = chosen_a;
+    b[i] = chosen_b;
   }
 }
 
@@ -55,12 +88,17 @@ LLMCTL_DEVICE bool is_finite(float v) { return (bits_of(v) & 0x7f800000u) != 0x7
 //   q      [rows, heads * kHeadDim], in place;  k, v  [rows, KV heads * kHeadDim];  strides in elements
 //   q_norm, k_norm  Act [kHeadDim] (kNorm);  cos, sin  float32 [positions, rotary / 2]
 //   slot, position  int32 [rows];  tables  int32 [slots, max_blocks]
-template <class Act, class Kv, int kHeadDim, int kBlock, int kRope, bool kNorm>
+//   kv_scales       float32 [2, KV heads] of an fp8 layer, or null: K and V are divided by them, queries multiplied
+//   order, follow   KeySteering's (kSteered: of an 8-bit format, whole heads rotated in halves or not at all)
+//   q_scale         queries are multiplied with it
+template <class Act, class Kv, int kHeadDim, int kBlock, int kRope, bool kNorm, bool kSteered>
 __global__ void __launch_bounds__(128)
     rope_store(Act* q, const Act* k, const Act* v, uint8_t* arena, const int32_t* tables, const int32_t* slot,
                const int32_t* position, const int32_t* num_rows, const Act* q_norm, const Act* k_norm, const float* cos,
-               const float* sin, int64_t block_stride, int64_t layer_offset, int max_blocks, int heads, int kv_heads,
-               int q_stride, int kv_stride, int rotary, float eps) {
+               const float* sin, const float* kv_scales, const int32_t* order, const float* follow,
+               int64_t block_stride, int64_t layer_offset, int max_blocks, int heads, int kv_heads, int q_stride,
+               int kv_stride, int rotary, float eps, float q_scale) {
+  static_assert(!kSteered || (sizeof(Kv) == 1 && kRope != kInterleaved));
   constexpr int kPairs = (kHeadDim / 2 + 31) / 32;
   constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Kv));
   constexpr int kHalfBytes = kBlock * (kRowBytes + (kSame<Kv, Int8> ? 2 : 0));
@@ -72,6 +110,8 @@ __global__ void __launch_bounds__(128)
   const Act* from = is_key ? k + static_cast<int64_t>(row) * kv_stride + kv_head * kHeadDim
                            : q + static_cast<int64_t>(row) * q_stride + head * kHeadDim;
   const int where = position[row];
+  const int of_scales = is_key ? kv_head : head / (heads / kv_heads);
+  const float key_scale = kv_scales == nullptr ? 1.0f : kv_scales[of_scales];
 
   int dim_a[kPairs], dim_b[kPairs];
   float a[kPairs], b[kPairs];
@@ -80,10 +120,16 @@ __global__ void __launch_bounds__(128)
   for (int i = 0; i < kPairs; ++i) {
     const int pair = lane + 32 * i;
     exists[i] = pair < kHeadDim / 2;
-    const bool apart = kRope == kHalves && pair < rotary / 2;
-    const int beyond = kRope == kHalves ? rotary : 0;  // what does not rotate is paired with its neighbour
-    dim_a[i] = apart ? pair : beyond + 2 * (pair - beyond / 2);
-    dim_b[i] = apart ? pair + rotary / 2 : dim_a[i] + 1;
+    if constexpr (kSteered) {
+      // In the order in which they are rounded.
+      dim_a[i] = is_key && exists[i] ? order[kv_head * (kHeadDim / 2) + pair] : pair;
+      dim_b[i] = dim_a[i] + kHeadDim / 2;
+    } else {
+      const bool apart = kRope == kHalves && pair < rotary / 2;
+      const int beyond = kRope == kHalves ? rotary : 0;  // what does not rotate is paired with its neighbour
+      dim_a[i] = apart ? pair : beyond + 2 * (pair - beyond / 2);
+      dim_b[i] = apart ? pair + rotary / 2 : dim_a[i] + 1;
+    }
     a[i] = exists[i] ? to_float(from[dim_a[i]]) : 0.0f;
     b[i] = exists[i] ? to_float(from[dim_b[i]]) : 0.0f;
   }
@@ -100,16 +146,23 @@ __global__ void __launch_bounds__(128)
       b[i] = b[i] * factor * to_float(weight[dim_b[i]]);
     }
   }
-  if constexpr (kRope != kNoRope) {
+  float c[kPairs], s[kPairs];
+  const float factor = is_key ? 1.0f / key_scale : q_scale * key_scale;
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      const int pair = lane + 32 * i;
-      if (pair >= rotary / 2) continue;
-      const int64_t at = static_cast<int64_t>(where) * (rotary / 2) + pair;
-      const float c = cos[at], s = sin[at], x = a[i], y = b[i];
-      a[i] = fmaf(x, c, -(y * s));
-      b[i] = fmaf(y, c, x * s);
+  for (int i = 0; i < kPairs; ++i) {
+    c[i] = 1;
+    s[i] = 0;
+    const int pair = lane + 32 * i;
+    if (kRope != kNoRope && pair < rotary / 2) {
+      const int64_t at = static_cast<int64_t>(where) * (rotary / 2) + (kSteered ? dim_a[i] : pair);
+      c[i] = cos[at];
+      s[i] = sin[at];
+      const float x = a[i], y = b[i];
+      a[i] = fmaf(-y, s[i], x * c[i]);
+      b[i] = fmaf(x, s[i], y * c[i]);
     }
+    a[i] *= factor;
+    b[i] *= factor;
   }
   if (!is_key) {
     Act* to = q + static_cast<int64_t>(row) * q_stride + head * kHeadDim;
@@ -127,15 +180,17 @@ __global__ void __launch_bounds__(128)
   Kv* keys = reinterpret_cast<Kv*>(to) + inside * kHeadDim;
   Kv* values = reinterpret_cast<Kv*>(to + kHalfBytes) + inside * kHeadDim;
   const Act* value = v + static_cast<int64_t>(row) * kv_stride + kv_head * kHeadDim;
+  const float value_factor = kv_scales == nullptr ? 1.0f : 1.0f / kv_scales[kv_heads + kv_head];
   float va[kPairs], vb[kPairs];
-  bool broken = false;
+  bool broken = false, broken_key = false;
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
-    va[i] = exists[i] ? to_float(value[dim_a[i]]) : 0.0f;
-    vb[i] = exists[i] ? to_float(value[dim_b[i]]) : 0.0f;
+    va[i] = exists[i] ? to_float(value[dim_a[i]]) * value_factor : 0.0f;
+    vb[i] = exists[i] ? to_float(value[dim_b[i]]) * value_factor : 0.0f;
     if constexpr (sizeof(Kv) == 1) {
       // Infinities become the largest value; NaN is taken out and marked.
-      broken = broken || a[i] != a[i] || b[i] != b[i] || va[i] != va[i] || vb[i] != vb[i];
+      broken_key = broken_key || a[i] != a[i] || b[i] != b[i];
+      broken = broken || broken_key || va[i] != va[i] || vb[i] != vb[i];
       a[i] = a[i] != a[i] ? 0.0f : a[i];
       b[i] = b[i] != b[i] ? 0.0f : b[i];
       va[i] = va[i] != va[i] ? 0.0f : va[i];
@@ -148,28 +203,44 @@ __global__ void __launch_bounds__(128)
     }
   }
   broken = __any_sync(kAllLanes, broken);
-  if constexpr (kSame<Kv, Int8>) {
-    float most[2] = {0, 0};
+  float most[2] = {0, 0};
+  if constexpr (sizeof(Kv) == 1) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
+      if constexpr (!kSame<Kv, Int8>) {
+        a[i] = fminf(fmaxf(a[i], -kLargestFp8<Kv>), kLargestFp8<Kv>);
+        b[i] = fminf(fmaxf(b[i], -kLargestFp8<Kv>), kLargestFp8<Kv>);
+      }
       most[0] = fmaxf(most[0], fmaxf(fabsf(a[i]), fabsf(b[i])));
       most[1] = fmaxf(most[1], fmaxf(fabsf(va[i]), fabsf(vb[i])));
     }
+    most[0] = max_lanes(most[0]);
+    most[1] = max_lanes(most[1]);
+  }
+  uint32_t scale[2] = {0, 0};  // the smallest bfloat16 not below what Int8 needs
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float size = fminf(fmaxf(most[half], 1e-30f), 3.402823466e38f);
+    scale[half] = (bits_of(size / 127.0f) + 0xffffu) >> 16;
+  }
+  if constexpr (kSteered) {
+    if (!__any_sync(kAllLanes, broken_key) && most[0] < kSteerBelow) {
+      const float* of_head = follow + static_cast<int64_t>(kv_head) * (kHeadDim / 2 * 4) * (kHeadDim / 2);
+      steer_key<Kv, kHeadDim / 2, kPairs>(a, b, c, s, float_of(scale[0] << 16), of_head);
+    }
+  }
+  if constexpr (kSame<Kv, Int8>) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float size = fminf(fmaxf(max_lanes(most[half]), 1e-30f), 3.402823466e38f);
-      const uint32_t scale = (bits_of(size / 127.0f) + 0xffffu) >> 16;  // the smallest bfloat16 not below
-      const float by = float_of(scale << 16);
+      const float by = float_of(scale[half] << 16);
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
-        float& x = half == 0 ? a[i] : va[i];
-        float& y = half == 0 ? b[i] : vb[i];
-        x = fminf(fmaxf(x, -3.402823466e38f), 3.402823466e38f) / by;
-        y = fminf(fmaxf(y, -3.402823466e38f), 3.402823466e38f) / by;
+        (half == 0 ? a[i] : va[i]) /= by;
+        (half == 0 ? b[i] : vb[i]) /= by;
       }
       if (lane == 0) {
         auto* scales = reinterpret_cast<uint16_t*>(to + half * kHalfBytes + kBlock * kRowBytes);
-        scales[inside] = static_cast<uint16_t>(half == 0 && broken ? 0x7fffu : scale);
+        scales[inside] = static_cast<uint16_t>(half == 0 && broken ? 0x7fffu : scale[half]);
       }
     }
   }

@@ -71,71 +71,98 @@ __global__ void __launch_bounds__(128) embed(Act* out, const Act* table, const i
   }
 }
 
+// A row on its way through a norm, whose first kKept vectors a thread keeps in registers; what is wider is read again.
+template <class Act, bool kResidual, int kThreads>
+struct NormRow {
+  static constexpr int kStep = kThreads * Pack<Act>::kCount, kKept = 4;
+  Vec4 near[kKept];
+  const Act* again;  // the row, or its sum with the residual, as stored
+  int begin, width;
+
+  // Adds and stores the residual, and gives 1 / sqrt(mean(x^2) + eps). `sums` has a float for each warp.
+  LLMCTL_DEVICE float load(const Act* x, Act* residual, int row_width, float eps, float* sums) {
+    width = row_width;
+    begin = threadIdx.x * Pack<Act>::kCount;
+    again = kResidual ? residual : x;
+    float squares = 0;
+    const auto add = [&](int i, const Vec4& first, const Vec4& second) {
+      Pack<Act> v = unpack<Act>(first);
+      if constexpr (kResidual) {
+        const Pack<Act> other = unpack<Act>(second);
+#pragma unroll
+        for (int j = 0; j < Pack<Act>::kCount; ++j) v.v[j] = to_float(from_float<Act>(v.v[j] + other.v[j]));
+        store_pack(residual + i, v);
+      }
+#pragma unroll
+      for (const float value : v.v) squares = fmaf(value, value, squares);
+      return packed(v);
+    };
+    // All loads are under way before the first is needed.
+    Vec4 other[kKept];
+#pragma unroll
+    for (int n = 0; n < kKept; ++n) {
+      if (begin + n * kStep < width) {
+        near[n] = load_vec<Vec4>(x + begin + n * kStep);
+        if constexpr (kResidual) other[n] = load_vec<Vec4>(residual + begin + n * kStep);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kKept; ++n) {
+      if (begin + n * kStep < width) near[n] = add(begin + n * kStep, near[n], other[n]);
+    }
+    for (int i = begin + kKept * kStep; i < width; i += kStep) {
+      add(i, load_vec<Vec4>(x + i), kResidual ? load_vec<Vec4>(residual + i) : Vec4{});
+    }
+    squares = sum_lanes(squares);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = squares;
+    __syncthreads();
+    float total = 0;
+#pragma unroll
+    for (int w = 0; w < kThreads / 32; ++w) total += sums[w];
+    return 1.0f / sqrtf(total / static_cast<float>(width) + eps);
+  }
+
+  // Calls `visit(i, values)` for each of this thread's vectors, normed: x * factor * weight.
+  template <class Visit>
+  LLMCTL_DEVICE void each(const Act* weight, float factor, Visit visit) const {
+    const auto normed = [&](int i, const Vec4& raw) {
+      Pack<Act> v = unpack<Act>(raw);
+      const Pack<Act> w = load_pack(weight + i);
+#pragma unroll
+      for (int j = 0; j < Pack<Act>::kCount; ++j) v.v[j] = v.v[j] * factor * w.v[j];
+      visit(i, v);
+    };
+#pragma unroll
+    for (int n = 0; n < kKept; ++n) {
+      if (begin + n * kStep < width) normed(begin + n * kStep, near[n]);
+    }
+    for (int i = begin + kKept * kStep; i < width; i += kStep) normed(i, load_vec<Vec4>(again + i));
+  }
+};
+
 // grid: rows that could be, kThreads threads, kThreads / 32 floats of shared memory.
 //   out[i] = x / sqrt(mean(x^2) + eps) * weight, with x = in[r], r = rows[i], or i if there are no `rows`
 //   kResidual: x = residual[r] + in[r], which also becomes residual[r], rounded as it is stored
-// width a multiple of 16 bytes. A thread keeps its first kKept loads in registers; what is wider is read again.
-template <class Act, bool kResidual, int kThreads>
+//   kAdd: the result is added to out[i] instead of written there
+// width a multiple of 16 bytes.
+template <class Act, bool kResidual, int kThreads, bool kAdd = false>
 __global__ void __launch_bounds__(kThreads)
     rms_norm(Act* out, const Act* in, Act* residual, const Act* weight, const int32_t* rows, const int32_t* num_rows,
              int width, float eps) {
   if (static_cast<int>(blockIdx.x) >= num_rows[0]) return;
-  constexpr int kStep = kThreads * Pack<Act>::kCount;
   const int64_t r = rows == nullptr ? static_cast<int64_t>(blockIdx.x) : rows[blockIdx.x];
-  const Act* x = in + r * width;
-  Act* kept = kResidual ? residual + r * width : nullptr;
-  constexpr int kKept = 4;
-  const int begin = threadIdx.x * Pack<Act>::kCount;
-  float squares = 0;
-  const auto add = [&](int i, const Vec4& first, const Vec4& second) {
-    Pack<Act> v = unpack<Act>(first);
-    if constexpr (kResidual) {
-      const Pack<Act> other = unpack<Act>(second);
+  NormRow<Act, kResidual, kThreads> row;
+  const float factor = row.load(in + r * width, kResidual ? residual + r * width : nullptr, width, eps,
+                                reinterpret_cast<float*>(dynamic_shared()));
+  row.each(weight, factor, [&](int i, Pack<Act>& v) {
+    Act* to = out + static_cast<int64_t>(blockIdx.x) * width + i;
+    if constexpr (kAdd) {
+      const Pack<Act> before = load_pack(to);
 #pragma unroll
-      for (int j = 0; j < Pack<Act>::kCount; ++j) v.v[j] = to_float(from_float<Act>(v.v[j] + other.v[j]));
-      store_pack(kept + i, v);
+      for (int j = 0; j < Pack<Act>::kCount; ++j) v.v[j] += before.v[j];
     }
-#pragma unroll
-    for (const float value : v.v) squares = fmaf(value, value, squares);
-    return packed(v);
-  };
-  // All loads are under way before the first is needed.
-  Vec4 near[kKept], other[kKept];
-#pragma unroll
-  for (int n = 0; n < kKept; ++n) {
-    if (begin + n * kStep < width) {
-      near[n] = load_vec<Vec4>(x + begin + n * kStep);
-      if constexpr (kResidual) other[n] = load_vec<Vec4>(kept + begin + n * kStep);
-    }
-  }
-#pragma unroll
-  for (int n = 0; n < kKept; ++n) {
-    if (begin + n * kStep < width) near[n] = add(begin + n * kStep, near[n], other[n]);
-  }
-  for (int i = begin + kKept * kStep; i < width; i += kStep) {
-    add(i, load_vec<Vec4>(x + i), kResidual ? load_vec<Vec4>(kept + i) : Vec4{});
-  }
-  float* sums = reinterpret_cast<float*>(dynamic_shared());
-  squares = sum_lanes(squares);
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = squares;
-  __syncthreads();
-  float total = 0;
-#pragma unroll
-  for (int w = 0; w < kThreads / 32; ++w) total += sums[w];
-  const float factor = 1.0f / sqrtf(total / static_cast<float>(width) + eps);
-  const Act* again = kResidual ? kept : x;
-  const auto finish = [&](int i, const Vec4& raw) {
-    Pack<Act> v = unpack<Act>(raw);
-    const Pack<Act> w = load_pack(weight + i);
-#pragma unroll
-    for (int j = 0; j < Pack<Act>::kCount; ++j) v.v[j] = v.v[j] * factor * w.v[j];
-    store_pack(out + static_cast<int64_t>(blockIdx.x) * width + i, v);
-  };
-#pragma unroll
-  for (int n = 0; n < kKept; ++n) {
-    if (begin + n * kStep < width) finish(begin + n * kStep, near[n]);
-  }
-  for (int i = begin + kKept * kStep; i < width; i += kStep) finish(i, load_vec<Vec4>(again + i));
+    store_pack(to, v);
+  });
 }
 
 constexpr int kSilu = 0, kGeluTanh = 1, kRelu2 = 2;

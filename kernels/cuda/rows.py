@@ -12,12 +12,14 @@ ROW_THREADS = 128
 HEADS_PER_BLOCK = 4
 
 
-def rope_store(act: str, kv: str, head_dim: int, block_size: int, rope: str, *, norm: bool) -> Kernel:
+def rope_store(
+    act: str, kv: str, head_dim: int, block_size: int, rope: str, *, norm: bool, steered: bool = False
+) -> Kernel:
     """q and k normed and rotated, k and v stored; a block of threads does HEADS_PER_BLOCK heads of a row."""
-    flag = "true" if norm else "false"
+    flags = ", ".join("true" if flag else "false" for flag in (norm, steered))
     return Kernel(
         "rope_store.cuh",
-        f"rope_store<{ELEMENTS[act]}, {ELEMENTS[kv]}, {head_dim}, {block_size}, {ROPE[rope]}, {flag}>",
+        f"rope_store<{ELEMENTS[act]}, {ELEMENTS[kv]}, {head_dim}, {block_size}, {ROPE[rope]}, {flags}>",
     )
 
 
@@ -25,15 +27,32 @@ def embed(act: str) -> Kernel:
     return Kernel("rows.cuh", f"embed<{ELEMENTS[act]}>")
 
 
-def rms_norm(act: str, width: int, *, residual: bool) -> tuple[Kernel, int]:
+def rms_norm(act: str, width: int, *, residual: bool, add: bool = False) -> tuple[Kernel, int]:
     """The kernel and its threads: as few as keep each at no more than four loads of 16 bytes, where that can be."""
     per_load = 4 if act == "f32" else 8
     threads = next((n for n in NORM_THREADS if width <= 4 * per_load * n), NORM_THREADS[-1])
-    return Kernel("rows.cuh", f"rms_norm<{ELEMENTS[act]}, {'true' if residual else 'false'}, {threads}>"), threads
+    flags = f"{'true' if residual else 'false'}, {threads}{', true' if add else ''}"
+    return Kernel("rows.cuh", f"rms_norm<{ELEMENTS[act]}, {flags}>"), threads
+
+
+def rms_norm_quantize(act: str, code: str, width: int, *, residual: bool) -> tuple[Kernel, int]:
+    """`rms_norm` to codes of fp8_e4m3 or int8 with a scale per row; its threads, a sixteenth of which are floats."""
+    _, threads = rms_norm(act, width, residual=residual)
+    shape = f"{ELEMENTS[act]}, {ELEMENTS[code]}, {'true' if residual else 'false'}, {threads}"
+    return Kernel("norm_quantize.cuh", f"rms_norm_quantize<{shape}>"), threads
 
 
 def act_mul(act: str, activation: str) -> Kernel:
     return Kernel("rows.cuh", f"act_mul<{ELEMENTS[act]}, {ACTIVATION[activation]}>")
+
+
+def act_mul_apart(act: str, activation: str) -> Kernel:
+    """`act_mul` of gate and up that lie apart."""
+    return Kernel("apart.cuh", f"act_mul_apart<{ELEMENTS[act]}, {ACTIVATION[activation]}>")
+
+
+def bias_rows(act: str, *, add: bool) -> Kernel:
+    return Kernel("apart.cuh", f"bias_rows<{ELEMENTS[act]}, {'true' if add else 'false'}>")
 
 
 COPY_TOKENS = Kernel("kv_blocks.cuh", "copy_tokens")

@@ -19,7 +19,6 @@ from ..ops import (
     ATTEND_SPLIT,
     LOGIT_ROWS,
     ROWS,
-    SEQS,
     ActMulArgs,
     AnyArray,
     AttendArgs,
@@ -29,31 +28,26 @@ from ..ops import (
     KVCopy,
     KVCopyArgs,
     KVLayer,
+    LatentArgs,
+    NormAddArgs,
     NormArgs,
     PackedWeight,
     RopeStoreArgs,
 )
 from . import rows as kernels
-from .attend import (
-    MERGE_ROWS,
-    MERGE_THREADS,
-    WINDOW,
-    AttendShape,
-    Queries,
-    compute_of,
-    plan_attention,
-    table_of_counts,
-)
+from .attend import SINKS, SOFT_CAP, WINDOW, compute_of, refusal
+from .attend_op import AttendOp, Lane
 from .call import Argument, Call
 from .jit import architecture
 from .machine import Machine
-from .source import Kernel
 from .tiles import choose_attend
 from .types import ELEMENTS
+from .work_list import Tiles, make_work_list
 
 DTYPES = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16", np.dtype(np.uint16): "bf16"}
 VALUES = {"f32": 4, "f16": 8, "bf16": 8}  # in 16 bytes
 _THREADS = 128
+_ALL = 1 << 30  # rows, of any sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,6 +109,30 @@ def build_norm(args: NormArgs, machine: Machine) -> tuple[StepOp]:
     return (StepOp(machine, args.batch, count, lambda rows: [Call(kernel, (rows, 1, 1), threads, shared, fixed)]),)
 
 
+def refuse_norm_add(args: NormAddArgs) -> str | None:
+    width = len(args.weight)
+    return refuse_rows(args.x, width) or refuse_rows(args.out, width)
+
+
+def build_norm_add(args: NormAddArgs, machine: Machine) -> tuple[StepOp]:
+    dtype, width = DTYPES[args.x.dtype], len(args.weight)
+    kernel, threads = kernels.rms_norm(dtype, width, residual=False, add=True)
+    fixed = (
+        _at(machine, args.out), _at(machine, args.x), _p(0), _p(machine.upload(as_stored(args.weight, dtype))), _p(0),
+        _count(machine, args.batch, ROWS), _i(width), ctypes.c_float(args.eps),
+    )  # fmt: skip
+    shared = threads // 32 * 4
+    return (StepOp(machine, args.batch, ROWS, lambda rows: [Call(kernel, (rows, 1, 1), threads, shared, fixed)]),)
+
+
+def refuse_latent(args: LatentArgs) -> str | None:
+    return "attention on latents runs on the CPU alone"
+
+
+def build_latent(args: LatentArgs, machine: Machine) -> tuple[StepOp]:
+    raise AssertionError("an entry that refuses was built")
+
+
 def refuse_act_mul(args: ActMulArgs) -> str | None:
     if args.activation not in kernels.ACTIVATION:
         return f"activation {args.activation}"
@@ -123,7 +141,7 @@ def refuse_act_mul(args: ActMulArgs) -> str | None:
 
 def build_act_mul(args: ActMulArgs, machine: Machine) -> tuple[StepOp]:
     dtype, width = DTYPES[args.act.values.dtype], args.act.k
-    kernel = Kernel("apart.cuh", f"act_mul_apart<{ELEMENTS[dtype]}, {kernels.ACTIVATION[args.activation]}>")
+    kernel = kernels.act_mul_apart(dtype, args.activation)
     fixed = (
         _at(machine, args.act.values), _at(machine, args.gate), _at(machine, args.up),
         _count(machine, args.batch, ROWS), _i(width), _i(args.gate.shape[1]),
@@ -142,7 +160,11 @@ def build_rope_store(args: RopeStoreArgs, machine: Machine) -> tuple[StepOp]:
     kv, dtype = args.kv, DTYPES[args.q.dtype]
     table = args.batch.tables[kv.group]
     rope = "none" if args.cos is None else "halves"
-    kernel = kernels.rope_store(dtype, kv.format.kind, kv.head_dim, kv.block_size, rope, norm=args.q_norm is not None)
+    steering = kv.steering if kv.format.bytes_per_value == 1 else None
+    kernel = kernels.rope_store(
+        dtype, kv.format.kind, kv.head_dim, kv.block_size, rope,
+        norm=args.q_norm is not None, steered=steering is not None,
+    )  # fmt: skip
 
     def constant(array: F32Array | None, kind: str) -> ctypes.c_void_p:
         return _p(0 if array is None else machine.upload(as_stored(array, kind)))
@@ -151,77 +173,57 @@ def build_rope_store(args: RopeStoreArgs, machine: Machine) -> tuple[StepOp]:
         _at(machine, args.q), _at(machine, args.k), _at(machine, args.v), _at(machine, kv.arena), _at(machine, table),
         _at(machine, args.batch.slot), _at(machine, args.batch.position), _count(machine, args.batch, ROWS),
         constant(args.q_norm, dtype), constant(args.k_norm, dtype),
-        constant(args.cos, "f32"), constant(args.sin, "f32"),
+        constant(args.cos, "f32"), constant(args.sin, "f32"), constant(kv.scales, "f32"),
+        _p(0 if steering is None else machine.upload(steering.order)),
+        constant(None if steering is None else steering.follow, "f32"),
         _l(kv.block_stride), _l(kv.layer_offset), _i(table.shape[1]), _i(args.num_heads), _i(kv.num_kv_heads),
-        _i(args.q.shape[1]), _i(args.k.shape[1]), _i(kv.head_dim), ctypes.c_float(args.norm_eps),
-    )  # fmt: skip
-    width = args.num_heads * kv.head_dim
-    scale = Kernel("apart.cuh", f"scale_rows<{ELEMENTS[dtype]}>")
-    scaling = (
-        _at(machine, args.q), _count(machine, args.batch, ROWS), _i(width), _i(args.q.shape[1]),
-        ctypes.c_float(args.q_scale),
+        _i(args.q.shape[1]), _i(args.k.shape[1]), _i(kv.head_dim),
+        ctypes.c_float(args.norm_eps), ctypes.c_float(args.q_scale),
     )  # fmt: skip
     heads = -(-(args.num_heads + kv.num_kv_heads) // kernels.HEADS_PER_BLOCK)
-    across = -(-width // (_THREADS * VALUES[dtype]))
-
-    def calls(rows: int) -> list[Call]:
-        return [
-            Call(kernel, (rows, heads, 1), _THREADS, 0, fixed),
-            Call(scale, (rows, across, 1), _THREADS, 0, scaling),
-        ]
-
-    return (StepOp(machine, args.batch, ROWS, calls),)
+    return (StepOp(machine, args.batch, ROWS, lambda rows: [Call(kernel, (rows, heads, 1), _THREADS, 0, fixed)]),)
 
 
 def refuse_attend(args: AttendArgs) -> str | None:
     width = args.num_heads * args.kv.head_dim
-    return refuse_rows(args.act.values, width) or _refuse_cache(args.q, args.kv)
+    if (reason := refuse_rows(args.act.values, width) or _refuse_cache(args.q, args.kv)) is not None:
+        return reason
+    dtype, kind = DTYPES[args.q.dtype], args.kv.format.kind
+    return refusal(dtype, args.compute or compute_of(dtype, kind), kind)
 
 
-def build_attend(args: AttendArgs, machine: Machine) -> tuple[StepOp]:
-    """One tile and one cut serve prefill and decode alike, so that bits do not depend on which of them a row is in."""
-    kv, dtype = args.kv, DTYPES[args.q.dtype]
+def build_attend(args: AttendArgs, machine: Machine) -> tuple[AttendOp]:
+    """Attention by one tile and one cut for all rows where bits must be equal, else by what suits each sequence best.
+
+    Sequences whose rows fill one tile of decodes are few; the others have tiles that read K and V less often.
+    """
+    sinks = 0 if args.sinks is None else machine.upload(args.sinks)
+    value_scales = 0 if args.kv.scales is None else machine.upload(args.kv.scales[1])
+    if machine.deterministic:
+        lanes: tuple[Lane, ...] = (_lane(args, machine, ATTEND_SPLIT, prefill=False, above=0, most=_ALL),)
+    else:
+        few = _lane(args, machine, 0, prefill=False, above=0, most=0)
+        lanes = few, _lane(args, machine, 0, prefill=True, above=few.shape.rows, most=_ALL)
+    return (AttendOp(args, machine, lanes, sinks, value_scales),)
+
+
+def _lane(args: AttendArgs, machine: Machine, split: int, *, prefill: bool, above: int, most: int) -> Lane:
+    """The lane for sequences of more than `above` and at most `most` packed rows (0: of a tile); its list is shared."""
+    kv, dtype, batch = args.kv, DTYPES[args.q.dtype], args.batch
+    flags = (WINDOW if args.window else 0) | (SOFT_CAP if args.soft_cap else 0) | (0 if args.sinks is None else SINKS)
     shape = choose_attend(
-        architecture(*machine.capability), dtype, compute_of(dtype, kv.format.kind), kv.format.kind, kv.head_dim,
-        kv.block_size, WINDOW if args.window else 0, prefill=False,
+        architecture(*machine.capability), dtype, args.compute or compute_of(dtype, kv.format.kind), kv.format.kind,
+        kv.head_dim, kv.block_size, flags, prefill=prefill,
     )  # fmt: skip
-    assert ATTEND_SPLIT % shape.tile == 0, shape.tile
-    return (StepOp(machine, args.batch, ROWS, lambda rows: _attention(args, machine, shape)),)
-
-
-def _attention(args: AttendArgs, machine: Machine, shape: AttendShape) -> list[Call]:
-    kv, batch, group = args.kv, args.batch, args.num_heads // args.kv.num_kv_heads
-    table, width = batch.tables[kv.group], args.num_heads * kv.head_dim
-    sequences = [
-        Queries(int(batch.slot[first]), int(first), int(count), int(batch.position[first]))
-        for first, count in zip(batch.seq_first, batch.seq_rows, strict=True)
-    ][: int(batch.counts[SEQS])]
-    plan = plan_attention(
-        sequences, group=group, rows=shape.rows, tile=shape.tile, split=ATTEND_SPLIT, window=args.window
+    assert split % shape.tile == 0, shape.tile
+    group = args.num_heads // kv.num_kv_heads
+    tiles = Tiles(group, shape.rows, shape.tile, args.window, kv.num_kv_heads, kv.head_dim)
+    limits = {"above": above, "most": most or max(shape.rows, group), "max_positions": args.max_positions}
+    work = machine.once(
+        ("work list", id(batch), tiles, split, *limits.values()),
+        lambda: make_work_list(machine, batch, tiles, split, **limits),
     )
-    counts = machine.send(table_of_counts(plan))
-    rows_of_parts = plan.parts * kv.num_kv_heads * shape.rows
-    parts = machine.workspace(4 * rows_of_parts * (kv.head_dim + 2))
-    scales = parts + 4 * rows_of_parts * kv.head_dim
-    out = _at(machine, args.act.values)
-    calls = [
-        Call(
-            shape.kernel, (len(plan.work), kv.num_kv_heads, 1), shape.threads, shape.shared_bytes,
-            (
-                out, _p(parts), _p(scales), _at(machine, args.q), _at(machine, kv.arena), _at(machine, table),
-                _p(machine.send(plan.work)), _p(counts), _p(0), _l(kv.block_stride), _l(kv.layer_offset),
-                _i(table.shape[1]), _i(args.q.shape[1]), _i(width), _i(group), _i(args.window),
-                ctypes.c_float(1.0), ctypes.c_float(0.0),
-            ),
-        )
-    ]  # fmt: skip
-    if plan.parts:
-        merging = (
-            out, _p(parts), _p(scales), _p(machine.send(plan.merge)), _p(counts + 4), _p(0), _i(width), _i(group)
-        )  # fmt: skip
-        grid = (len(plan.merge), kv.num_kv_heads, MERGE_ROWS)
-        calls.append(Call(shape.merge_kernel, grid, MERGE_THREADS, shape.merge_shared_bytes, merging))
-    return calls
+    return Lane(shape, work)
 
 
 def refuse_kv_copy(args: KVCopyArgs) -> str | None:
@@ -235,8 +237,8 @@ def build_kv_copy(args: KVCopyArgs, machine: Machine) -> KVCopy:
     def copy(source: int, target: int, tokens: int) -> None:
         copies = machine.send(np.array([source, target, tokens], np.int32))
         arguments = (
-            _at(machine, args.arena), _p(copies), _l(args.block_stride), _i(args.block_size), _i(row),
-            _i(args.format.scale_bytes),
+            _p(machine.address(args.arena) + args.layer_offset), _p(copies), _l(args.block_stride),
+            _i(args.block_size), _i(row), _i(args.format.scale_bytes),
         )  # fmt: skip
         machine.launch([Call(kernels.COPY_TOKENS, (1, halves, 1), _THREADS, 0, arguments)])
 
@@ -276,16 +278,14 @@ def as_stored(values: F32Array, dtype: str) -> AnyArray:
 
 def _refuse_cache(q: AnyArray, kv: KVLayer) -> str | None:
     kind = kv.format.kind
+    if kind not in ELEMENTS:
+        return f"a {kind} cache; {', '.join(ELEMENTS)} are known"
     if q.dtype not in DTYPES:
         return f"activations are {q.dtype}"
     if kind in ("f32", "f16", "bf16") and kind != DTYPES[q.dtype]:
         return f"a {kind} cache with {DTYPES[q.dtype]} activations"
     if kv.head_dim % 32 != 0 or not 32 <= kv.head_dim <= 256:
         return f"heads of {kv.head_dim} dimensions; multiples of 32 up to 256 are known"
-    if kv.scales is not None:
-        return f"a {kind} cache with scales of its layer"
-    if kv.steering is not None:
-        return f"a {kind} cache whose keys are rounded by steering"
     return None if kv.block_size in (16, 32, 64) else f"blocks of {kv.block_size} tokens; 16, 32 and 64 are known"
 
 

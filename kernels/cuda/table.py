@@ -6,6 +6,7 @@ listed here would be compiled in the middle of a request, and looked at by no te
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -14,12 +15,12 @@ from . import rows
 from .attend import MERGE_THREADS, SINKS, SOFT_CAP, WINDOW, AttendShape, refusal
 from .linear_table import all_linears, linear_kernels, linear_representatives
 from .listed import Listed
-from .tiles import choose_attend
+from .tiles import SMS, choose_attend, missing
 from .types import ACTIVATIONS, EIGHT_BIT_KV
 
 HEAD_DIMS = (64, 96, 128, 256)
 BLOCK_SIZES = (16, 32)
-FLAGS = (0, WINDOW, SINKS | WINDOW, SOFT_CAP, SOFT_CAP | WINDOW)
+FLAGS = (0, WINDOW, SINKS, SINKS | WINDOW, SOFT_CAP, SOFT_CAP | WINDOW)
 COMPUTE = {"f16": ("f16",), "bf16": ("bf16", "f16"), "f32": ("f32", "tf32", "bf16")}
 WIDTHS = (1024, 4096, 8192)
 
@@ -44,12 +45,9 @@ def model_kernels(arch: str, needs: ModelNeeds) -> list[Listed]:
     """Every kernel that a model's forward pass and its sampling launch."""
     listed = [
         Listed(rows.embed(needs.act), rows.ROW_THREADS),
-        *(_norm(needs.act, needs.hidden_size, residual) for residual in (False, True)),
-        Listed(rows.act_mul(needs.act, needs.activation), rows.ROW_THREADS),
-        Listed(
-            rows.rope_store(needs.act, needs.kv, needs.head_dim, needs.block_size, "halves", norm=needs.head_norms),
-            rows.ROW_THREADS,
-        ),
+        *_norms(needs.act, needs.hidden_size),
+        *_gated(needs.act, needs.activation),
+        *_stores(needs.act, needs.kv, needs.head_dim, needs.block_size, "halves", norm=needs.head_norms),
         *linear_kernels(needs.act, needs.weights),
         *_shared(),
     ]
@@ -61,49 +59,62 @@ def model_kernels(arch: str, needs: ModelNeeds) -> list[Listed]:
                     WINDOW if windowed else 0, prefill=prefill,
                 )
             )  # fmt: skip
-    return _once(listed)
+    return _fitting(listed, arch)
 
 
 def representatives(arch: str) -> list[Listed]:
     """At least one of each template, and of attention the kinds that differ most: what CI compiles."""
+    act = activations(arch)[-1]
     listed = [
-        Listed(rows.embed("bf16"), rows.ROW_THREADS),
-        _norm("bf16", 4096, residual=True),
-        Listed(rows.act_mul("bf16", "silu"), rows.ROW_THREADS),
-        Listed(rows.rope_store("bf16", "fp8_e4m3", 128, 16, "halves", norm=True), rows.ROW_THREADS),
+        Listed(rows.embed(act), rows.ROW_THREADS),
+        *_norms(act, 4096),
+        *_quantized_norms(act, 4096),
+        Listed(rows.bias_rows(act, add=True), rows.ROW_THREADS),
+        *_gated(act, "silu"),
+        *_stores(act, "fp8_e4m3", 128, 16, "halves", norm=True),
         *_shared(),
     ]
-    for act, compute, kv, flags, prefill in (
+    for of, compute, kv, flags, prefill in (
         ("bf16", "bf16", "bf16", 0, False),
         ("bf16", "bf16", "bf16", 0, True),
         ("bf16", "f16", "fp8_e4m3", 0, False),
         ("f16", "f16", "int8", WINDOW, False),
+        ("f16", "f16", "f16", 0, True),
         ("f32", "f32", "f32", 0, False),
     ):
-        listed += _attention(choose_attend(arch, act, compute, kv, 128, 16, flags, prefill=prefill))
-    return _once((*listed, *linear_representatives()))
+        if of in activations(arch) and missing(arch, compute) is None:
+            listed += _attention(choose_attend(arch, of, compute, kv, 128, 16, flags, prefill=prefill))
+    return _fitting((*listed, *linear_representatives(act)), arch)
 
 
 def all_kernels(arch: str) -> list[Listed]:
-    """Every combination of types, head sizes, block sizes and flags."""
-    listed = [*_shared(), *all_linears()]
-    for act in ACTIVATIONS:
+    """Every combination of types, head sizes, block sizes and flags that the architecture has memory for."""
+    listed = [*_shared(), *all_linears(activations(arch))]
+    for act in activations(arch):
         listed.append(Listed(rows.embed(act), rows.ROW_THREADS))
-        listed += (_norm(act, width, residual) for width in WIDTHS for residual in (False, True))
-        listed += (Listed(rows.act_mul(act, name), rows.ROW_THREADS) for name in rows.ACTIVATION)
+        for width in WIDTHS:
+            listed += [*_norms(act, width), *_quantized_norms(act, width)]
+        for name in rows.ACTIVATION:
+            listed += _gated(act, name)
+        if act != "f32":
+            listed += (Listed(rows.bias_rows(act, add=add), rows.ROW_THREADS) for add in (False, True))
         for kv, head_dim, block_size in _caches(act):
             for rope in rows.ROPE:
                 for norm in (False, True):
-                    kernel = rows.rope_store(act, kv, head_dim, block_size, rope, norm=norm)
-                    listed.append(Listed(kernel, rows.ROW_THREADS))
+                    listed += _stores(act, kv, head_dim, block_size, rope, norm=norm)
             for compute in COMPUTE[act]:
-                if refusal(act, compute, kv) is not None:
+                if (refusal(act, compute, kv) or missing(arch, compute)) is not None:
                     continue
                 for flags in FLAGS:
                     for prefill in (False, True):
                         shape = choose_attend(arch, act, compute, kv, head_dim, block_size, flags, prefill=prefill)
                         listed += _attention(shape)
-    return _once(listed)
+    return _fitting(listed, arch)
+
+
+def activations(arch: str) -> tuple[str, ...]:
+    """The types that an architecture computes in besides its tensor cores."""
+    return tuple(act for act in ACTIVATIONS if act != "bf16" or missing(arch, act) is None)
 
 
 def _caches(act: str) -> Iterator[tuple[str, int, int]]:
@@ -111,6 +122,18 @@ def _caches(act: str) -> Iterator[tuple[str, int, int]]:
         for head_dim in HEAD_DIMS:
             for block_size in BLOCK_SIZES:
                 yield kv, head_dim, block_size
+
+
+def _gated(act: str, activation: str) -> list[Listed]:
+    kernels = rows.act_mul(act, activation), rows.act_mul_apart(act, activation)
+    return [Listed(kernel, rows.ROW_THREADS) for kernel in kernels]
+
+
+def _stores(act: str, kv: str, head_dim: int, block_size: int, rope: str, *, norm: bool) -> list[Listed]:
+    """With and without steering where there is any."""
+    ways = (False, True) if kv in EIGHT_BIT_KV and rope != "interleaved" else (False,)
+    kernels = (rows.rope_store(act, kv, head_dim, block_size, rope, norm=norm, steered=steered) for steered in ways)
+    return [Listed(kernel, rows.ROW_THREADS) for kernel in kernels]
 
 
 def _attention(shape: AttendShape) -> list[Listed]:
@@ -122,9 +145,17 @@ def _attention(shape: AttendShape) -> list[Listed]:
     ]
 
 
-def _norm(act: str, width: int, residual: bool) -> Listed:
-    kernel, threads = rows.rms_norm(act, width, residual=residual)
-    return Listed(kernel, threads, threads // 32 * 4)
+def _norms(act: str, width: int) -> list[Listed]:
+    """Plain, of a sum that is kept, and added to what is there."""
+    ways = ({"residual": False}, {"residual": True}, {"residual": False, "add": True})
+    kernels = (rows.rms_norm(act, width, **way) for way in ways)
+    return [Listed(kernel, threads, threads // 32 * 4) for kernel, threads in kernels]
+
+
+def _quantized_norms(act: str, width: int) -> list[Listed]:
+    ways = itertools.product(("fp8_e4m3", "int8"), (False, True))
+    kernels = (rows.rms_norm_quantize(act, code, width, residual=residual) for code, residual in ways)
+    return [Listed(kernel, threads, threads // 16 * 4) for kernel, threads in kernels]
 
 
 def _shared() -> list[Listed]:
@@ -135,5 +166,6 @@ def _shared() -> list[Listed]:
     ]
 
 
-def _once(listed: Iterable[Listed]) -> list[Listed]:
-    return list(dict.fromkeys(listed))
+def _fitting(listed: Iterable[Listed], arch: str) -> list[Listed]:
+    """Each once, without tiles of linear layers that the architecture has no memory for."""
+    return [item for item in dict.fromkeys(listed) if item.shared_bytes <= SMS[arch].block_shared]

@@ -14,17 +14,20 @@ from .attend import FINE_WEIGHTS, AttendShape, refusal
 
 @dataclass(frozen=True, slots=True)
 class Sm:
-    """One streaming multiprocessor. Bytes of shared memory: that one block may have, and that there are."""
+    """One streaming multiprocessor. Bytes of shared memory: that one block may have, that there are, and of those what
+    the system takes for each block."""
 
     block_shared: int
     shared: int
     warps: int
     registers: int = 65536
     blocks: int = 32
+    reserved: int = 1 << 10
 
 
 _BIG, _SMALL = (163 << 10, 164 << 10), (99 << 10, 100 << 10)
 SMS = {
+    "sm_75": Sm(64 << 10, 64 << 10, warps=32, blocks=16, reserved=0),
     "sm_80": Sm(*_BIG, warps=64),
     "sm_86": Sm(*_SMALL, warps=48, blocks=16),
     "sm_89": Sm(*_SMALL, warps=48, blocks=24),
@@ -32,11 +35,17 @@ SMS = {
     "sm_100a": Sm(227 << 10, 228 << 10, warps=64),
     "sm_120": Sm(*_SMALL, warps=48, blocks=24),
 }
-_RESERVED_SHARED = 1 << 10  # that the system takes for each block
 
 # (warps over rows, warps over tokens, tokens per step), in order of preference.
 _DECODE = ((1, 4, 64), (1, 2, 32), (1, 1, 16))
 _PREFILL = ((4, 1, 64), (4, 1, 32), (4, 1, 16), (2, 1, 16))
+
+
+def missing(arch: str, kind: str) -> str | None:
+    """Why an architecture does not compute in this type on tensor cores, None if it does."""
+    if arch == "sm_75" and kind != "f16":
+        return f"a GPU of compute capability 7.5 has no tensor cores for {kind}, only for f16"
+    return None
 
 
 def choose_attend(
@@ -58,7 +67,9 @@ def choose_attend(
     bits as what is multiplied; prefill, where they add a third to the products, rounds its weights as other
     implementations do. `fine` decides otherwise.
     """
-    reason = refusal(act, compute, kv)
+    reason = refusal(act, compute, kv) or missing(arch, compute)
+    if reason is None and act == "bf16":
+        reason = missing(arch, act)
     if reason is None and (head_dim % 32 != 0 or not 32 <= head_dim <= 256):
         reason = f"heads have {head_dim} dimensions; multiples of 32 up to 256 are known"
     if reason is None and block_size not in (16, 32, 64):
@@ -72,7 +83,7 @@ def choose_attend(
         for warps_m, warps_n, tile in _DECODE:
             for stages in (4, 3, 2):
                 shape = AttendShape(act, compute, kv, head_dim, block_size, warps_m, warps_n, tile, stages, flags)
-                if 2 * (shape.shared_bytes + _RESERVED_SHARED) <= sm.shared:
+                if 2 * (shape.shared_bytes + sm.reserved) <= sm.shared:
                     return shape
     for warps_m, warps_n, tile in _PREFILL if prefill else _DECODE:
         shape = AttendShape(act, compute, kv, head_dim, block_size, warps_m, warps_n, tile, 2, flags)
@@ -89,5 +100,5 @@ def blocks_per_sm(arch: str, threads: int, registers: int, shared_bytes: int) ->
     sm, warps = SMS[arch], -(-threads // 32)
     per_warp = -(-registers * 32 // 256) * 256
     by_registers = sm.registers // (per_warp * warps) if registers else sm.blocks
-    by_shared = sm.shared // (shared_bytes + _RESERVED_SHARED)
+    by_shared = sm.shared // max(1, shared_bytes + sm.reserved)
     return min(sm.blocks, sm.warps // warps, by_registers, by_shared)

@@ -29,7 +29,13 @@ class Attend:
             for head in range(args.num_heads):
                 k, v = (x[first : last + 1] for x in views[head // per_kv].read(table))
                 query = q[row, head * kv.head_dim : (head + 1) * kv.head_dim]
-                out[row, head] = torch.softmax(k @ query, dim=0) @ v * v_scales[head // per_kv]
+                scores = k @ query
+                if args.soft_cap:
+                    scores = args.soft_cap * torch.tanh(scores / args.soft_cap)
+                if args.sinks is not None:
+                    scores = torch.cat((scores, torch.tensor([args.sinks[head]], dtype=torch.float64)))
+                weights = torch.softmax(scores, dim=0)[: last + 1 - first]
+                out[row, head] = weights @ v * v_scales[head // per_kv]
         write_act(args.act, out.reshape(rows, -1).float())
 
 

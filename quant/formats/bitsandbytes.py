@@ -12,6 +12,7 @@ layers have a multiple of 64 inputs.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -20,11 +21,55 @@ import numpy.typing as npt
 from ...kernels.errors import CheckpointError, UnsupportedModel
 from ...kernels.formats import NF4_VALUES, WeightFormat
 from ..tensor import Array, WeightTensor
-from .linear import DecodedLinear, check_shape, part, read_bias
+from .fields import Config, read_bool, read_names, read_text
+from .linear import DecodedLinear, LinearLayout, check_shape, part, read_bias
 
 F32Array = npt.NDArray[np.float32]
 
 _STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+@dataclass(frozen=True, slots=True)
+class Nf4Format:
+    """`skipped` are parts of the names of modules that stay as they are."""
+
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return "bitsandbytes NF4"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        nested = "weight.nested_absmax", "weight.nested_quant_map"
+        return "weight.absmax", "weight", "weight.quant_map", *nested, _STATE, "bias"
+
+    def covers(self, module: str) -> bool:
+        return module != "lm_head" and not any(skip in module for skip in self.skipped)
+
+    def shape(self, module: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+        raise CheckpointError(f"the shape of `{module}` is in its state, not in that of its tensors")
+
+    def layout(self, module: str, tensors: Mapping[str, Array]) -> LinearLayout:
+        state = _state(module, tensors)
+        return LinearLayout(_format(state), shape=state.shape)
+
+    def decode(self, module: str, tensors: Mapping[str, Array]) -> DecodedLinear:
+        return decode_nf4(module, tensors)
+
+
+def detect(config: Config) -> Nf4Format | None:
+    """The format that a quantization config of bitsandbytes describes, None if it is another tool's.
+
+    UnsupportedModel for its other ways: 8 bits, and FP4.
+    """
+    if read_text(config, "quant_method", default="") != "bitsandbytes":
+        return None
+    kind = read_text(config, "bnb_4bit_quant_type", default="fp4")  # as the tool takes a missing key
+    if not read_bool(config, "load_in_4bit", False) or kind != "nf4":
+        way = f"4 bits in {kind}" if read_bool(config, "load_in_4bit", False) else "8 bits"
+        raise UnsupportedModel(f"the model is quantized by bitsandbytes to {way}", "supported of its ways: NF4")
+    return Nf4Format(read_names(config, "llm_int8_skip_modules"))
 
 
 class _State(msgspec.Struct, frozen=True):
@@ -56,8 +101,11 @@ def decode_nf4(module: str, tensors: Mapping[str, Array]) -> DecodedLinear:
     check_shape(module, "weight", pairs, (n * k // 2,))
     codes = np.stack((pairs >> np.uint8(4), pairs & np.uint8(15)), axis=1).reshape(n, k)
     scales = _absmax(module, tensors, state, n * k // state.blocksize).reshape(n, k // state.blocksize)
-    format = WeightFormat("nf4", state.blocksize, "none", "f32")
-    return DecodedLinear(WeightTensor(format, codes, scales), read_bias(module, tensors, n))
+    return DecodedLinear(WeightTensor(_format(state), codes, scales), read_bias(module, tensors, n))
+
+
+def _format(state: _State) -> WeightFormat:
+    return WeightFormat("nf4", state.blocksize, "none", "f32")
 
 
 def _state(module: str, tensors: Mapping[str, Array]) -> _State:

@@ -10,13 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...kernels.errors import UnsupportedModel
-from . import awq, compressed_tensors, gptq
+from . import awq, bitsandbytes, compressed_tensors, fp8, gptq
 from .fields import Config, read_object, read_text
 from .linear import LinearFormat
 
 _PLACES = (("quantize_config.json", "gptq"), ("quant_config.json", "awq"), ("hf_quant_config.json", "modelopt"))
 CONFIG_FILES = tuple(name for name, _ in _PLACES)  # that may say how a checkpoint is quantized, besides config.json
-_DETECTORS: tuple[Callable[[Config], LinearFormat | None], ...] = (awq.detect, gptq.detect, compressed_tensors.detect)
+_DETECTORS: tuple[Callable[[Config], LinearFormat | None], ...] = (
+    awq.detect,
+    gptq.detect,
+    fp8.detect,  # before the rest of compressed-tensors
+    compressed_tensors.detect,
+    bitsandbytes.detect,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,5 +59,5 @@ def detect_format(quantization: Config) -> LinearFormat:
     method = read_text(quantization, "quant_method", default="")
     raise UnsupportedModel(
         f"the model is quantized with `{method or 'an unnamed method'}`",
-        "supported: AWQ, GPTQ and compressed-tensors with integer weights, and GGUF files",
+        "supported: AWQ, GPTQ, FP8, compressed-tensors with integer or float8 weights, bitsandbytes NF4, GGUF files",
     )

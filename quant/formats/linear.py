@@ -42,10 +42,11 @@ class DecodedLinear:
 
 
 class LinearLayout(NamedTuple):
-    """What a WeightTensor is besides its values."""
+    """What a WeightTensor is besides its values; its shape where those of the tensors do not tell it."""
 
     format: WeightFormat
     order: I32Array | None = None
+    shape: tuple[int, int] | None = None
 
 
 class LinearFormat(Protocol):
@@ -58,7 +59,7 @@ class LinearFormat(Protocol):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Last parts of the tensor names of a module; the first one marks a module as quantized."""
+        """What follows a module's name in those of its tensors; the first one marks a module as quantized."""
         ...
 
     def covers(self, module: str) -> bool:

@@ -7,7 +7,7 @@ reads checkpoints needs not know that there are such formats.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from ...kernels.errors import CheckpointError
 from ..tensor import Array, WeightTensor
 from .linear import LinearFormat, read_bias
 from .safetensors import SafetensorsFiles
-from .stored import StoredTensor, shape_text
+from .stored import StoredTensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,20 +66,19 @@ def open_linears(files: SafetensorsFiles, format: LinearFormat, folder: Path) ->
     tensors: dict[str, StoredTensor] = {}
     sizes = dict.fromkeys(modules, 0)
     for name, tensor in files.tensors.items():
-        module, _, last = name.rpartition(".")
-        if module in modules and last in format.parts:
-            modules[module][last] = files.view(name)
-            sizes[module] += tensor.nbytes if last != "bias" else 0
-        else:
+        found = _part_of(name, modules, format.parts)
+        if found is None:
             tensors[name] = tensor
+            continue
+        module, last = found
+        modules[module][last] = files.view(name)
+        sizes[module] += tensor.nbytes if last != "bias" else 0
     for module, parts in modules.items():
         marked = files.tensors[f"{module}.{marker}"]
         if f"{module}.weight" in tensors:
             raise CheckpointError(f"`{folder}` has `{module}` twice: as `{marker}` and as `weight`")
-        if len(marked.shape) != 2:
-            raise CheckpointError(f"`{marked.name}` of `{marked.path}` has shape {shape_text(marked.shape)}, no matrix")
-        shape = format.shape(module, {last: array.shape for last, array in parts.items()})
         layout = format.layout(module, parts)
+        shape = layout.shape or format.shape(module, {last: array.shape for last, array in parts.items()})
         weight = StoredTensor(
             f"{module}.weight", format.name, layout.format, shape, marked.path, marked.offset, sizes[module],
             layout.order,
@@ -90,3 +89,11 @@ def open_linears(files: SafetensorsFiles, format: LinearFormat, folder: Path) ->
             stored = files.tensors[f"{module}.bias"]
             tensors[stored.name] = stored
     return QuantizedFiles(tensors, files, format, modules)
+
+
+def _part_of(name: str, modules: Container[str], parts: tuple[str, ...]) -> tuple[str, str] | None:
+    """(module, part) of a quantized Linear's tensor, None for any other."""
+    for part in parts:
+        if name.endswith(f".{part}") and (module := name[: -len(part) - 1]) in modules:
+            return module, part
+    return None

@@ -31,6 +31,8 @@ _VIEWS: dict[str, type[np.generic]] = {
     **{name: FLOAT_VIEWS[format.kind] for name, format in _FORMATS.items()},
     "I8": np.int8,
     "U8": np.uint8,
+    "F8_E4M3": np.uint8,
+    "F8_E8M0": np.uint8,
     "I16": np.int16,
     "I32": np.int32,
     "I64": np.int64,
@@ -69,7 +71,7 @@ class SafetensorsFiles:
         return WeightTensor(format, self._view(tensor, FLOAT_VIEWS[format.kind]))
 
     def view(self, name: str) -> Array:
-        """The tensor's elements as stored, bfloat16 as its bits; UnsupportedModel for a type that numpy lacks."""
+        """The tensor's elements as stored, bfloat16 and float8 as bits; UnsupportedModel for a type that cannot be."""
         tensor = self.tensors[name]
         if tensor.dtype not in _VIEWS:
             raise UnsupportedModel(f"tensor `{name}` of `{tensor.path}` is stored as {tensor.dtype}")

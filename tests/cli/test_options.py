@@ -120,6 +120,7 @@ def test_options_of_memory_are_those_that_a_plan_depends_on():
 
     names = set(inspect.signature(memory_config).parameters) - {"model_option"}
     left_out = {"enable_prefix_caching", "scheduling_policy", "threads", "seed", "async_depth", "kernels"}
+    left_out |= {"attention_compute", "jit", "enforce_eager", "deterministic"}
     left_out |= {"tenant_weights", "itl_target_ms", "max_prefill_tokens_beside_decode"}
     left_out |= {"cache_eviction", "cache_eviction_k", "cache_audit", "preemption_mode"}
     assert names == set(EngineConfig.__struct_fields__) - left_out

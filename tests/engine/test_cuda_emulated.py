@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import transformers
 
 from llmctl.engine import config
 from llmctl.engine.llm import LLM
 from llmctl.engine.request import SamplingParams
-from llmctl.engine.runner import runner
 from llmctl.kernels.cuda import register
 from llmctl.kernels.cuda.emulate import compiler
 from llmctl.kernels.cuda.emulated_machine import EmulatedMachine
+from llmctl.kernels.errors import LlmctlError, UsageError
 
-from .quantized import write_quantized
-from .tiny import write_checkpoint
+from .quantized import write_float, write_quantized
+from .tiny import FAMILIES, randomize, write_checkpoint, write_tokenizer
 
 BUILDS = Path(__file__).resolve().parents[2] / "build" / "emulated"
 OPTIONS = {"max_model_len": 96, "num_gpu_blocks_override": 24, "block_size": 16, "max_num_batched_tokens": 32}
@@ -27,11 +29,10 @@ GROWING = [[(i * 31 + j * 7) % 290 + 5 for i in range(12 + 3 * j)] for j in rang
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The emulator in use, `kernels="cuda"` an option, and a cache as plain on the CPU as it is on a GPU."""
+    """The emulator in use, and `kernels="cuda"` an option."""
     if compiler() is None:
         pytest.skip("emulation needs a C++ compiler")
     monkeypatch.setattr(config, "KERNELS", (*config.KERNELS, "cuda"))
-    monkeypatch.setattr(runner, "fit_cache", lambda layers, model, plan: layers)
     register.use(EmulatedMachine(BUILDS))
     yield
     register.use(None)
@@ -44,7 +45,7 @@ def tokens(model: Path, kernels: str, *, twice: bool = False, **options: object)
     params = [greedy, SamplingParams(temperature=0.9, seed=5, max_tokens=9, ignore_eos=True), greedy, greedy]
     if "preemption_mode" in options:
         prompts, params = GROWING, [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 3
-    with LLM(str(model), dtype="float32", process=False, kernels=kernels, **{**OPTIONS, **options}) as llm:
+    with LLM(str(model), process=False, kernels=kernels, **{"dtype": "float32", **OPTIONS, **options}) as llm:
         for _ in range(2 if twice else 1):
             outputs = llm.generate(prompts, params)
         if twice:
@@ -78,8 +79,68 @@ def test_a_cache_of_8_bits_gives_the_tokens_of_the_cpu(model: Path, kind: str) -
     assert tokens(model, "cuda", kv_cache_dtype=kind) == tokens(model, "auto", kv_cache_dtype=kind)
 
 
+def test_attention_in_tf32_is_an_option_that_a_cpu_refuses(model: Path) -> None:
+    assert len(tokens(model, "cuda", attention_compute="tf32")) == len(PROMPTS)
+    with pytest.raises(UsageError, match="`tf32`, and attention runs on the CPU"):
+        tokens(model, "auto", attention_compute="tf32")
+
+
 @pytest.mark.parametrize("kind", ["awq", pytest.param("gptq-v2-desc-act", marks=pytest.mark.slow)])
 def test_int4_weights_give_the_tokens_of_the_cpu(tmp_path: Path, kind: str) -> None:
     model = write_checkpoint(tmp_path, "qwen3")
     write_quantized(model, kind)
-    assert tokens(model, "cuda") == tokens(model, "auto")
+    unpacked = tokens(model, "auto")
+    assert tokens(model, "cuda") == unpacked
+    assert tokens(model, "cuda", dtype="auto", kv_cache_dtype="float32") == unpacked
+
+
+@pytest.mark.parametrize("kind", ["fp8-block", "nf4", pytest.param("fp8-channel", marks=pytest.mark.slow)])
+def test_float8_and_nf4_weights_stay_as_they_are(tmp_path: Path, kind: str) -> None:
+    model = write_checkpoint(tmp_path, "qwen3")
+    write_float(model, kind)
+    options = {"dtype": "auto", "kv_cache_dtype": "float32"}
+    assert tokens(model, "cuda", **options) == tokens(model, "auto")
+    with LLM(str(model), process=False, kernels="cuda", **options, **OPTIONS) as llm:
+        assert kind.split("-")[0] in llm.frontend.info.weight_format
+
+
+def write_wide(folder: Path, family: str) -> Path:
+    """A tiny model of the family whose heads have 32 dimensions, the fewest that a GPU's attention takes."""
+    config = copy.deepcopy(FAMILIES[family])
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 2, 1, 32
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    randomize(model)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in ("llama-tied-bias", "mistral", "gemma3") else pytest.param(family, marks=pytest.mark.slow)
+        for family in FAMILIES
+    ],
+)
+def test_every_family_gives_the_tokens_of_the_cpu(tmp_path: Path, family: str) -> None:
+    model = write_wide(tmp_path, family)
+    found = []
+    for kernels in ("cuda", "auto"):
+        with LLM(str(model), dtype="float32", process=False, kernels=kernels, **OPTIONS) as llm:
+            outputs = llm.generate([[7] * 3 + PREFIX * 2], [SamplingParams(temperature=0, max_tokens=5)])
+            found.append(outputs[0].outputs[0].token_ids)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("gemma3", "heads of 24 dimensions; multiples of 32 up to 256 are known"),
+        ("deepseek-v2", "attention on latents runs on the CPU alone"),
+        ("mixtral", "a `mixtral` model is computed by transformers' modules, which run on the CPU alone"),
+    ],
+)
+def test_what_a_gpu_cannot_run_is_refused_with_the_reason(tmp_path: Path, family: str, said: str) -> None:
+    model = write_checkpoint(tmp_path, family)
+    with pytest.raises(LlmctlError, match=said):
+        LLM(str(model), dtype="float32", process=False, kernels="cuda", **OPTIONS)

@@ -15,7 +15,7 @@ from llmctl.engine.load.packed import entry_key, open_packed
 from llmctl.kernels.cpu.pack import unpack
 from llmctl.kernels.errors import CheckpointError, UnsupportedModel
 
-from ..quantized import KINDS, write_quantized
+from ..quantized import FLOAT_KINDS, KINDS, write_float, write_quantized
 from ..tiny import write_checkpoint
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -55,6 +55,44 @@ def test_every_weight_has_the_values_of_its_codes(tmp_path: Path, kind: str, fam
     assert stored.format is not None and stored.format.name == ("int4g32" if kind.endswith("sym") else "int4g32int")
     assert stored.format == checkpoint.read(Q_PROJ).format
     assert (stored.order is not None) == ("desc-act" in kind)
+
+
+@pytest.mark.parametrize("kind", FLOAT_KINDS)
+def test_float8_and_nf4_have_the_values_that_their_tools_mean(tmp_path: Path, kind: str) -> None:
+    values = write_float(write_checkpoint(tmp_path / "m", "llama"), kind)
+    checkpoint = opened(tmp_path / "m")
+    assert set(checkpoint.tensors) == set(values)
+    for name, expected in values.items():
+        np.testing.assert_array_equal(checkpoint.read(name).dequantize(), expected, name)
+    whole = open_packed(checkpoint.source, dtype="float32", cache=tmp_path / "cache")
+    np.testing.assert_array_equal(unpack(whole.weights[Q_PROJ])[0], values[Q_PROJ])
+
+
+@pytest.mark.parametrize("kind", FLOAT_KINDS)
+def test_a_cpu_gets_float8_and_nf4_in_8_bits_and_says_so_a_gpu_gets_them_as_they_are(tmp_path: Path, kind: str) -> None:
+    values = write_float(write_checkpoint(tmp_path / "m", "llama"), kind)
+    source = Source(tmp_path / "m", "hf", "tiny")
+    model = open_packed(source, cache=tmp_path / "cache")
+    (said,) = model.roundings
+    assert "stored as int8g32: values rounded to 8 bits" in said
+    packed = model.weights[Q_PROJ]
+    codes, scales, _ = unpack(packed)
+    assert packed.format.name == "int8g32" and scales is not None
+    kept = (codes.reshape(64, -1, 32) * scales.astype(np.float32)[:, :, None]).reshape(64, 64)
+    step = np.abs(values[Q_PROJ]).reshape(64, -1, 32).max(2) / 127
+    assert (np.abs(kept - values[Q_PROJ]) <= np.repeat(step, 32, 1) * 0.51 + 1e-7).all()
+    native = open_packed(source, dtype="native", cache=tmp_path / "cache")
+    assert native.roundings == ()
+    packed, weight = native.weights[Q_PROJ], opened(tmp_path / "m").read(Q_PROJ)
+    assert packed.format == weight.format and packed.format.kind in ("fp8_e4m3", "nf4")
+    for got, expected in zip(unpack(packed)[:2], (weight.data, weight.scales), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_weights_that_a_cpu_reads_have_one_entry_for_both(folder: Path, tmp_path: Path) -> None:
+    source = Source(folder, "hf", "tiny")
+    entries = {open_packed(source, dtype=dtype, cache=tmp_path / "cache").folder for dtype in ("auto", "native")}
+    assert len(entries) == 1
 
 
 @pytest.mark.parametrize("kind", ["awq", "gptq-v2-desc-act"])

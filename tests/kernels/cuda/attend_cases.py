@@ -215,7 +215,7 @@ def run(case: Case, launcher, device: str = "cpu") -> torch.Tensor:
             at(out), at(part_values), at(part_scales), at(q), at(arena), at(tables), at(work), at(counts), at(sinks),
             ctypes.c_int64(case.block_stride), ctypes.c_int64(case.layer_offset), ctypes.c_int32(tables.shape[1]),
             ctypes.c_int32(width), ctypes.c_int32(width), ctypes.c_int32(problem.group), ctypes.c_int32(problem.window),
-            ctypes.c_float(case.scale), ctypes.c_float(problem.soft_cap),
+            ctypes.c_float(case.scale), ctypes.c_float(problem.soft_cap), ctypes.c_void_p(0),
         ],
     )  # fmt: skip
     if len(plan.merge):
@@ -224,7 +224,7 @@ def run(case: Case, launcher, device: str = "cpu") -> torch.Tensor:
             shape.merge_shared_bytes,
             [
                 at(out), at(part_values), at(part_scales), at(merge), at(counts, 4), at(sinks),
-                ctypes.c_int32(width), ctypes.c_int32(problem.group),
+                ctypes.c_int32(width), ctypes.c_int32(problem.group), ctypes.c_void_p(0),
             ],
         )  # fmt: skip
     return out.cpu()

@@ -24,7 +24,7 @@ from llmctl.kernels.cuda.tiles import blocks_per_sm
 
 GOLDEN = Path(__file__).with_name("golden.json")
 CUBINS = Path(__file__).resolve().parents[3] / "build" / "cubins"
-ARCHS = ("sm_80", "sm_90a")
+ARCHS = ("sm_75", "sm_80", "sm_90a")
 
 # Instructions that tell whether a kernel is what it should be: loads and copies of 16 bytes, matrix loads, products on
 # tensor cores, and local memory, where registers would have gone that a thread has not got.

@@ -44,6 +44,7 @@ def import_checkout() -> None:
 
 import_checkout()
 
+import gpu_engine  # noqa: E402
 import gpu_linear  # noqa: E402
 import gpu_speed  # noqa: E402
 import torch  # noqa: E402
@@ -52,7 +53,8 @@ from attend_cases import Problem, bound, error, make, run  # noqa: E402
 from llmctl.kernels.cuda import nvrtc  # noqa: E402
 from llmctl.kernels.cuda.attend import SINKS, SOFT_CAP, WINDOW, AttendShape, refusal  # noqa: E402
 from llmctl.kernels.cuda.jit import Jit, architecture  # noqa: E402
-from llmctl.kernels.cuda.launch import Launcher, load_driver  # noqa: E402
+from llmctl.kernels.cuda.launch import Launcher  # noqa: E402
+from llmctl.kernels.cuda.libcuda import load_driver  # noqa: E402
 from llmctl.kernels.cuda.source import Kernel  # noqa: E402
 from llmctl.kernels.cuda.tiles import choose_attend  # noqa: E402
 
@@ -87,6 +89,9 @@ def main() -> int:
         report.section("attention times", lambda: gpu_speed.attention_rows(launcher, arch, speed))
         report.section("norm times", lambda: [gpu_speed.norm_row(launcher, speed)])
         report.section("linear times", lambda: gpu_linear.rows(launcher, speed))
+    os.environ["LLMCTL_CACHE"] = str(ROOT / "build")  # where jit_for keeps its cubins
+    report.section("engine", gpu_engine.same_tokens)
+    report.section("engine times", gpu_engine.speeds)
     report.section("compute-sanitizer", sanitizer)
     print(report.text)
     return 0 if report.passed else 1
@@ -129,7 +134,7 @@ def every_kernel(arch: str) -> list[Kernel]:
     """All that will be launched."""
     shapes = [shape for shape, _ in shapes_swept(arch)]
     kernels = [kernel for shape in shapes for kernel in (shape.kernel, shape.merge_kernel)]
-    return list(dict.fromkeys((*kernels, *gpu_linear.kernels(), *gpu_speed.kernels(arch))))
+    return list(dict.fromkeys((*kernels, *gpu_linear.kernels(), *gpu_speed.kernels(arch), *gpu_engine.kernels(arch))))
 
 
 def compile_all(arch: str) -> dict[str, object]:

@@ -162,7 +162,7 @@ def attention(launcher: Launcher, arch: str, kv: str, sequences: int, length: in
             shape.kernel, (len(plan.work), KV_HEADS, 1), shape.threads, shape.shared_bytes,
             [at(out), at(part_values), at(part_scales), at(q), at(arena), at(tables), at(work), at(counts), at(sinks),
              i64(stride), i64(0), i32(blocks), i32(q.shape[1]), i32(q.shape[1]), i32(GROUP), i32(0),
-             f32(DIM**-0.5), f32(0.0)],
+             f32(DIM**-0.5), f32(0.0), ctypes.c_void_p(0)],
         )
     ]  # fmt: skip
     if plan.parts:
@@ -170,7 +170,7 @@ def attention(launcher: Launcher, arch: str, kv: str, sequences: int, length: in
             launcher.bind(
                 shape.merge_kernel, (len(plan.merge), KV_HEADS, MERGE_ROWS), MERGE_THREADS, shape.merge_shared_bytes,
                 [at(out), at(part_values), at(part_scales), at(merge), at(counts, 4), at(sinks), i32(q.shape[1]),
-                 i32(GROUP)],
+                 i32(GROUP), ctypes.c_void_p(0)],
             )
         )  # fmt: skip
     read = sequences * length * KV_HEADS * 2 * KVFormat(kv).head_bytes(DIM)

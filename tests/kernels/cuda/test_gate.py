@@ -53,13 +53,14 @@ def test_the_table_says_what_the_kernels_promise(arch: str) -> None:
     for name, row in rows.items():
         assert row["spills"] == 0 and row["local"] == 0, name
         assert row["warps_per_sm"] >= 4, name
+        old = arch == "sm_75"  # whose copies are loads and stores
         if name.startswith("attend<"):
-            assert row["mma"] > 0 and row["copy_16"] >= 2, name
+            assert row["mma"] > 0 and row["load_16" if old else "copy_16"] >= 2, name
             assert ("float, Fp32, float" in name) != (row["matrix_load"] > 0), name
-            assert row["in_flight_per_sm"] >= 32 << 10, name
+            assert old or row["in_flight_per_sm"] >= 32 << 10, name
         if name.startswith("linear_mma<"):
-            assert row["mma"] > 0 and row["copy_16"] > 0 and row["matrix_load"] > 0, name
-            assert row["in_flight_per_sm"] >= 16 << 10, name
+            assert row["mma"] > 0 and row["load_16" if old else "copy_16"] > 0 and row["matrix_load"] > 0, name
+            assert old or row["in_flight_per_sm"] >= 16 << 10, name
         if name.startswith(("rms_norm<", "embed<", "act_mul<", "copy_tokens", "move_blocks", "linear_vector<")):
             assert row["load_16"] > 0, name
 
@@ -91,7 +92,7 @@ def test_a_model_needs_few_kernels_and_all_of_them_are_registered() -> None:
     needs = ModelNeeds("bf16", "bf16", "fp8_e4m3", 128, 16, 4096, "silu", (False, True, False), head_norms=True)
     for arch in ("sm_80", "sm_90a"):
         kernels = model_kernels(arch, needs)
-        assert len(kernels) <= 16
+        assert len(kernels) <= 20
         assert {item.kernel for item in kernels} <= {item.kernel for item in all_kernels(arch)}
 
 

@@ -58,8 +58,9 @@ def test_a_gpu_gets_the_best_code_that_it_runs() -> None:
     assert architecture(10, 0) == "sm_100a"
     assert architecture(8, 7) == "sm_86"  # an Orin runs what an A10 does
     assert architecture(12, 1) == "sm_120"
-    with pytest.raises(NoKernel, match=r"7\.5"):
-        architecture(7, 5)
+    assert architecture(7, 5) == "sm_75"
+    with pytest.raises(NoKernel, match=r"7\.0"):
+        architecture(7, 0)
 
 
 def test_a_missing_compiler_is_named_with_the_command_that_installs_it(monkeypatch) -> None:

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from llmctl.kernels.cuda.driver import DriverError
 from llmctl.kernels.cuda.emulate import compiler
 from llmctl.kernels.cuda.jit import Cubin, Resources
-from llmctl.kernels.cuda.launch import Driver, DriverError, Launcher
+from llmctl.kernels.cuda.launch import Launcher
+from llmctl.kernels.cuda.libcuda import LibCuda
 from llmctl.kernels.cuda.source import Kernel
 
 STUB = r"""
@@ -79,7 +81,7 @@ ARGUMENTS = (ctypes.c_void_p(0xABC0), ctypes.c_int32(-3), ctypes.c_float(1.5), c
 
 def test_a_bound_launch_is_one_call_with_its_arguments(stub: ctypes.CDLL, calls) -> None:
     jit = Compiled()
-    launcher = Launcher(jit, Driver(stub), lambda: 99)  # type: ignore[arg-type]
+    launcher = Launcher(jit, LibCuda(stub), lambda: 99)  # type: ignore[arg-type]
     bound = launcher.bind(Kernel("a.cuh", "one"), (5, 2, 1), 128, 4096, ARGUMENTS)
     assert calls() == ["load one", "function mangled_one"]
     bound.run()
@@ -91,7 +93,7 @@ def test_a_bound_launch_is_one_call_with_its_arguments(stub: ctypes.CDLL, calls)
 
 
 def test_more_shared_memory_than_usual_is_asked_for_when_bound(stub: ctypes.CDLL, calls) -> None:
-    launcher = Launcher(Compiled(), Driver(stub), lambda: 0)  # type: ignore[arg-type]
+    launcher = Launcher(Compiled(), LibCuda(stub), lambda: 0)  # type: ignore[arg-type]
     kernel = Kernel("a.cuh", "big")
     launcher.bind(kernel, (1, 1, 1), 32, 100_000, ARGUMENTS)
     assert calls()[2:] == ["attribute 7 8=100000"]
@@ -102,7 +104,7 @@ def test_more_shared_memory_than_usual_is_asked_for_when_bound(stub: ctypes.CDLL
 
 
 def test_a_failing_call_is_named_with_the_drivers_words(stub: ctypes.CDLL, calls) -> None:
-    bound = Launcher(Compiled(), Driver(stub), lambda: 0).bind(  # type: ignore[arg-type]
+    bound = Launcher(Compiled(), LibCuda(stub), lambda: 0).bind(  # type: ignore[arg-type]
         Kernel("a.cuh", "one"), (1, 1, 1), 32, 0, ARGUMENTS
     )
     stub.stub_fail(2)

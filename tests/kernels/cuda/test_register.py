@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 from llmctl.kernels import registry
 from llmctl.kernels.cuda import register
 from llmctl.kernels.cuda.emulated_machine import EmulatedMachine
+from llmctl.kernels.cuda.linear_tiles import choose_tile
+from llmctl.kernels.cuda.tiles import choose_attend
 from llmctl.kernels.device import read_machine
 from llmctl.kernels.entry import Entry
 from llmctl.kernels.errors import NoKernel
@@ -98,12 +101,26 @@ def test_one_row_has_a_kernel_of_its_own_unless_bits_must_be_equal(use: Callable
 
 
 def test_a_gpu_that_is_too_old_or_not_there_is_named(use: Callable[..., EmulatedMachine]) -> None:
-    use(capability=(7, 5))
+    use(capability=(7, 0))
     args = CASES[0].make()
     reasons = {entry.accepts(args) for entry in linear_entries()}
-    assert reasons == {"the GPU has compute capability 7.5, 8.0 is needed"}
+    assert reasons == {"the GPU has compute capability 7.0, 7.5 is needed"}
     register.use(None)
     assert {entry.accepts(args) for entry in linear_entries()} == {"no GPU is in use"}
+
+
+def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so(use: Callable[..., EmulatedMachine]) -> None:
+    use(capability=(7, 5))
+    args = CASES[0].make()
+    as_bits = dataclasses.replace(args, act=dataclasses.replace(args.act, values=args.act.values.astype(np.uint16)))
+    assert {entry.accepts(as_bits) for entry in linear_entries()} == {
+        "a GPU of compute capability 7.5 has no tensor cores for bf16, only for f16"
+    }
+    assert None in {entry.accepts(args) for entry in linear_entries()}
+    with pytest.raises(NoKernel, match="no tensor cores for f32"):
+        choose_attend("sm_75", "f32", "f32", "f32", 64, 16, 0, prefill=False)
+    assert choose_attend("sm_75", "f16", "f16", "int8", 128, 16, 0, prefill=False).shared_bytes <= 64 << 10
+    assert choose_tile(500, WeightFormat("int8", 128), 64 << 10).rows < choose_tile(500, WeightFormat("int8", 128)).rows
 
 
 def test_sizes_without_a_kernel_are_refused_with_the_reason(use: Callable[..., EmulatedMachine]) -> None:

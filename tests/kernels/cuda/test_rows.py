@@ -28,12 +28,15 @@ SAMPLE_THREADS = 64
 ROPE_STORES = (("f16", "int8", 64, "halves", True), ("bf16", "fp8_e4m3", 96, "interleaved", False),
                ("f32", "f32", 64, "none", False), ("f16", "fp8_e5m2", 64, "halves", False))  # fmt: skip
 ACTS = ("f16", "f32")
+QUANTIZED = (("f16", "fp8_e4m3", True), ("f32", "int8", False), ("f32", "fp8_e4m3", False))
 KERNELS = (
     *(rows.rope_store(act, kv, dim, 16, rope, norm=norm) for act, kv, dim, rope, norm in ROPE_STORES),
     *(kernel for act in ACTS for kernel in (
         rows.embed(act), rows.rms_norm(act, 1088, residual=True)[0], rows.rms_norm(act, 1088, residual=False)[0],
+        rows.rms_norm(act, 1088, residual=False, add=True)[0],
         rows.act_mul(act, "silu"), rows.act_mul(act, "gelu_tanh"),
     )),
+    *(rows.rms_norm_quantize(act, code, 2304, residual=residual)[0] for act, code, residual in QUANTIZED),
     rows.COPY_TOKENS, rows.MOVE_BLOCKS, rows.NOISE, rows.sample(SAMPLE_THREADS),
 )  # fmt: skip
 
@@ -119,6 +122,48 @@ def test_norm_is_that_of_the_sum_which_is_kept(bench: Bench, act: str, residual:
     assert off_by(out, expected, expected.abs()) <= BOUNDS[act]
 
 
+@pytest.mark.parametrize("act", ACTS)
+def test_a_norm_is_added_to_what_is_there(bench: Bench, act: str) -> None:
+    draw = torch.Generator().manual_seed(2)
+    x, out, weight = (torch.randn(size, generator=draw).to(TORCH[act]) for size in ((3, 1088), (3, 1088), (1088,)))
+    kernel, threads = rows.rms_norm(act, 1088, residual=False, add=True)
+    before = out.clone()
+    bench.run(
+        kernel, (3,), threads,
+        {"out": out, "in": x, "residual": None, "weight": weight, "rows": None, "count": ints(2), "width": i32(1088),
+         "eps": ctypes.c_float(1e-5)},
+        shared_bytes=threads // 32 * 4, outputs=(), updated=("out",),
+    )  # fmt: skip
+    y = x[:2].double()
+    added = y / torch.sqrt((y * y).mean(-1, keepdim=True) + 1e-5) * weight.double()
+    expected = before[:2].double() + added
+    assert off_by(out[:2], expected, expected.abs()) <= BOUNDS[act]
+    assert torch.equal(out[2], before[2])
+
+
+@pytest.mark.parametrize(("act", "code", "residual"), QUANTIZED)
+def test_a_norm_in_8_bits_has_a_scale_for_each_row(bench: Bench, act: str, code: str, residual: bool) -> None:
+    draw, width = torch.Generator().manual_seed(3), 2304
+    x, kept, weight = (torch.randn(size, generator=draw).to(TORCH[act]) for size in ((5, width), (5, width), (width,)))
+    x[1], x[2, 5], x[3, 7] = 0.0, math.nan, math.inf
+    kernel, threads = rows.rms_norm_quantize(act, code, width, residual=residual)
+    codes, scales, before = torch.zeros(5, width, dtype=TORCH[code]), torch.full((5,), -1.0), kept.clone()
+    bench.run(
+        kernel, (5,), threads,
+        {"codes": codes, "scales": scales, "in": x, "residual": kept if residual else None, "weight": weight,
+         "count": ints(4), "width": i32(width), "eps": ctypes.c_float(1e-5)},
+        shared_bytes=threads // 16 * 4, outputs=("codes", "scales"), updated=("residual",),
+    )  # fmt: skip
+    y = ((x.float() + before.float()).to(x.dtype) if residual else x).double()
+    expected = (y / torch.sqrt((y * y).mean(-1, keepdim=True) + 1e-5) * weight.double())[:2]
+    assert scales[2].isnan() and scales[3].isnan() and scales[4] == -1  # infinity over infinity
+    top = {"fp8_e4m3": 448.0, "int8": 127.0}[code]
+    assert torch.allclose(scales[:2].double(), expected.abs().amax(-1).clamp(min=1e-30) / top, rtol=1e-5)
+    got = codes[:2].double() * scales[:2, None].double()
+    step = expected.abs() / 16 + scales[:2, None] / 512 if code == "fp8_e4m3" else scales[:2, None].double() / 2
+    assert ((got - expected).abs() <= step * 1.001 + expected.abs() * 1e-5).all()
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("act", ACTS)
 def test_the_gated_activation_is_torchs(bench: Bench, act: str, activation: str) -> None:
@@ -152,9 +197,11 @@ def test_heads_are_normed_rotated_and_stored_as_the_format_says(
         rows.rope_store(act, kv, dim, block, rope, norm=norm), (4, 2), 128,
         {"q": q, "k": k, "v": v, "arena": arena, "tables": torch.tensor([[3, 1, 4], [2, 0, 0]], dtype=torch.int32),
          "slot": ints(0, 1, 0), "position": ints(*positions), "rows": ints(3), "q_norm": q_norm, "k_norm": k_norm,
-         "cos": cos, "sin": sin, "stride": ctypes.c_int64(stride), "offset": ctypes.c_int64(offset),
+         "cos": cos, "sin": sin, "scales": None, "order": None, "follow": None,
+         "stride": ctypes.c_int64(stride), "offset": ctypes.c_int64(offset),
          "max_blocks": i32(3), "heads": i32(heads), "kv_heads": i32(kv_heads), "q_stride": i32(heads * dim),
-         "kv_stride": i32(kv_heads * dim), "rotary": i32(dim), "eps": ctypes.c_float(1e-6)},
+         "kv_stride": i32(kv_heads * dim), "rotary": i32(dim), "eps": ctypes.c_float(1e-6),
+         "q_scale": ctypes.c_float(1)},
         outputs=(), updated=("q", "arena"),
     )  # fmt: skip
 

@@ -1,0 +1,90 @@
+"""Decoding by replaying captured graphs: one launch instead of hundreds.
+
+A graph is captured for a number of rows from a short list, and for so much work of attention; a step with fewer rows
+uses the next larger one, whose launches find on the GPU how much of their grid there is to do. The first step of a kind
+is launched call by call, which loads every kernel and reserves what it needs, and is then captured: nothing has to be
+tried out at start, and no graph is made that is not used.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from dataclasses import dataclass, field
+
+from ...kernels.cuda.gpu import Graph
+from ...kernels.cuda.work_list import WorkList
+from ...kernels.ops import LOGIT_ROWS, ROWS, SEQS
+from ..sizes import format_bytes
+from .cuda_program import StepProgram
+from .cuda_rows import SampleLists
+
+log = logging.getLogger(__name__)
+
+_Key = tuple[int, tuple[tuple[int, int], ...]]  # rows, and of each list items of work and of merging
+
+
+def bucket_sizes(most: int) -> tuple[int, ...]:
+    """Numbers of rows that graphs are captured for: 1, 2, 4, 8 and so on, and the most that there can be."""
+    sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most]
+    return (*sizes, most)
+
+
+@dataclass(slots=True, eq=False)
+class DecodeGraphs:
+    """The graphs of one program, for steps with one row for each of at most `sizes[-1]` sequences."""
+
+    program: StepProgram
+    sizes: tuple[int, ...]
+    graphs: dict[_Key, Graph] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that the graphs take."""
+        return sum(graph.num_bytes for graph in self.graphs.values())
+
+    def serves(self) -> bool:
+        """Whether the step in the batch, whose lists are planned, is one for a graph."""
+        counts = self.program.batch.counts
+        rows = int(counts[ROWS])
+        same = rows == int(counts[SEQS]) == int(counts[LOGIT_ROWS])
+        return same and 0 < rows <= self.sizes[-1] and all(len(work.rounds) <= 1 for work in self.program.lists)
+
+    def run(self, sampling: SampleLists) -> None:
+        """Compute the step in the batch, of which all has been sent, its lists of work too."""
+        program, gpu = self.program, self.program.gpu
+        counts = program.batch.counts
+        rows = int(counts[ROWS])
+        padded = self.sizes[bisect.bisect_left(self.sizes, rows)]
+        grids = tuple(_grid(work, padded) if work.rounds else (0, 0) for work in program.lists)
+        key = padded, grids
+        if (graph := self.graphs.get(key)) is not None:
+            gpu.replay(graph)
+            return
+        counts[[ROWS, SEQS, LOGIT_ROWS]] = padded
+        for work, grid in zip(program.lists, grids, strict=True):
+            work.grid = grid
+        try:
+            program.launch(sampling)
+            graph = self.graphs[key] = gpu.capture(lambda: program.launch(sampling))
+        finally:
+            counts[[ROWS, SEQS, LOGIT_ROWS]] = rows
+            for work in program.lists:
+                work.grid = 0, 0
+        log.info(
+            "captured a graph of %d launches for %d sequences, %s", graph.nodes, padded, format_bytes(graph.num_bytes)
+        )
+
+    def forget(self) -> None:
+        """Destroy all graphs: what they point to is about to move."""
+        for graph in self.graphs.values():
+            self.program.gpu.driver.destroy_graph(graph.handle)
+        self.graphs.clear()
+
+
+def _grid(work: WorkList, rows: int) -> tuple[int, int]:
+    """Room for the list's work in a step of so many decodes, and for more, so that few graphs serve many steps."""
+    found = work.rounds[0]
+    tiles = rows * -(-work.tiles.group // work.tiles.rows)
+    items = max(2 * tiles, 1 << (len(found.work) - 1).bit_length())
+    return min(items, len(work.work)), min(tiles, len(work.merge)) if len(found.merge) else 0

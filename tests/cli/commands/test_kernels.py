@@ -1,0 +1,60 @@
+"""`llmctl kernels build`: what is there is kept, what fails is told, and processes share the work."""
+
+import json
+
+import pytest
+
+from llmctl.cli import app
+from llmctl.cli.exits import ExitCode
+from llmctl.kernels.cuda import nvrtc, table
+from llmctl.kernels.cuda.jit import ARCHITECTURES, Jit
+from llmctl.kernels.cuda.listed import Listed
+from llmctl.kernels.cuda.source import Kernel
+from llmctl.kernels.errors import UsageError
+
+GOOD = [Kernel("kv_blocks.cuh", name) for name in ("copy_tokens", "move_blocks")]
+BAD = Kernel("kv_blocks.cuh", "no_such_kernel")
+
+
+@pytest.fixture(autouse=True)
+def registered(tmp_path, monkeypatch):
+    """Two kernels are all that are registered, and the cache is empty."""
+    try:
+        nvrtc.version()
+    except UsageError as error:
+        pytest.skip(error.message)
+    monkeypatch.setenv("LLMCTL_CACHE", str(tmp_path))
+    kernels = list(GOOD)
+    monkeypatch.setattr(table, "all_kernels", lambda arch: [Listed(kernel, 128) for kernel in kernels])
+    return kernels
+
+
+def build(console, *words):
+    code = app.run(["kernels", "build", "--all", "--json", *words], console)
+    return code, json.loads(console.stdout.getvalue() or "{}")
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_what_is_compiled_is_not_compiled_again(make_console, tmp_path, jobs):
+    for expected in (4, 0):
+        code, figures = build(make_console(), "--arch", "sm_80,sm_90a", "-j", jobs)
+        assert code == ExitCode.OK
+        assert (figures["kernels"], figures["compiled"], figures["failed"]) == (4, expected, {})
+    assert all(Jit(tmp_path / "cubins", "sm_90a").has(kernel) for kernel in GOOD)
+
+
+def test_what_does_not_compile_is_told_and_the_rest_compiled(make_console, registered, tmp_path):
+    registered.insert(0, BAD)
+    console = make_console()
+    code, figures = build(console, "--arch", "sm_80", "-j", "2")
+    assert code != ExitCode.OK and figures["compiled"] == 2
+    assert "no_such_kernel" in figures["failed"]["no_such_kernel for sm_80"]
+    assert "1 of 3 kernels do not compile, the first is no_such_kernel for sm_80" in console.stderr.getvalue()
+
+
+def test_an_unknown_architecture_is_refused_and_all_are_all(make_console, registered):
+    console = make_console()
+    assert build(console, "--arch", "sm_80,sm_70")[0] == ExitCode.USAGE
+    assert "--arch is `sm_70`" in console.stderr.getvalue()
+    registered.clear()
+    assert build(make_console(), "--arch", "all")[1]["archs"] == list(ARCHITECTURES)
