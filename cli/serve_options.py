@@ -168,7 +168,6 @@ def model_claims(
     pipeline_parallel_size: Annotated[
         int, typer.Option("--pipeline-parallel-size", "-pp", metavar="N", help="Only 1.")
     ] = 1,
-    device: Annotated[str, typer.Option("--device", metavar="NAME", help="Only auto and cpu.")] = "auto",
     enable_chunked_prefill: Annotated[
         bool,
         typer.Option(
@@ -187,8 +186,6 @@ def model_claims(
     ):
         if size != 1:
             raise UsageError(f"{name} is {size}, a model runs in one engine on this machine", "leave it out, or give 1")
-    if device not in ("auto", "cpu"):
-        raise UsageError(f"--device is `{device}`, there are kernels for the CPU only", "leave it out, or give cpu")
     if not enable_chunked_prefill:
         raise UsageError(
             "prompts are always cut into chunks", "raise `--max-num-batched-tokens` to have each prompt in one step"

@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+from llmctl.cli.api.admission import Place
 from llmctl.cli.api.answer import Answer, EventStream, Job
 from llmctl.cli.api.chat_shape import ChatShape
 from llmctl.cli.api.errors import ApiError
@@ -48,7 +49,7 @@ def run(*items):
 
     async def drive():
         try:
-            await answer._stream(Script(*items), shape, Tally([REQUEST]), events)
+            await answer._stream(Script(*items), shape, Place(1, 1), Tally([REQUEST]), events)
         except ApiError as error:
             assert events.begun
             await events.fail(error)
