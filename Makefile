@@ -3,6 +3,7 @@
 # make lint    ruff and mypy
 # make kernels-all  compile every CUDA kernel for every architecture, and run all of them in emulation; hours, no GPU;
 #                   JOBS=4 by four processes; what was compiled is kept, so it goes on where it was interrupted
+# make launches     what a step of decoding asks of a GPU, without one: launches, copies, time of the host
 # make gpu-check    on a machine with an NVIDIA GPU: the kernels against float64, and beside what the hardware can do
 # make wheel   build a wheel into dist/
 #
@@ -20,7 +21,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE := $(shell find kernels/cpu -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt 2>/dev/null)
 
-.PHONY: help setup demo test test-all kernels-all gpu-check lint wheel clean
+.PHONY: help setup demo test test-all kernels-all launches gpu-check lint wheel clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -56,6 +57,9 @@ kernels-all: setup
 	$(BIN)/python -m pytest -q tests/kernels/cuda
 
 # Uses the packages that are there: PYTHON names an interpreter with torch for CUDA, numpy and msgspec.
+launches: setup
+	$(BIN)/python tests/kernels/cuda/launches.py
+
 gpu-check:
 	$(PYTHON) tests/kernels/cuda/gpu_check.py
 

@@ -13,8 +13,6 @@ from ...kernels.cuda import rows as kernels
 from ...kernels.cuda.attend_op import AttendOp
 from ...kernels.cuda.call import Argument, Call
 from ...kernels.cuda.gpu import Gpu
-from ...kernels.cuda.source import Kernel
-from ...kernels.cuda.types import ELEMENTS
 from ...kernels.cuda.work_list import WorkList
 from ...kernels.ops import ELEMENT_TYPES, LOGIT_ROWS, MAX_TOP, ROWS, AnyArray, Batch
 from ..models.decoder import Decoder
@@ -90,17 +88,16 @@ class StepProgram:
             self._at(batch.token), self._at(tokens), self._at(batch.slot), self._at(batch.position),
             _p(gpu.address(batch.counts) + 4 * ROWS), _l(tokens.shape[1]),
         )  # fmt: skip
-        return Call(Kernel("step.cuh", "gather_tokens"), (-(-rows // _THREADS), 1, 1), _THREADS, 0, arguments)
+        return Call(kernels.GATHER_TOKENS, (-(-rows // _THREADS), 1, 1), _THREADS, 0, arguments)
 
     def _sample(self, rows: int, sampling: SampleLists) -> list[Call]:
         batch, gpu, tokens, logits = self.batch, self.gpu, self.slots.tokens, self.decoder.logits
         count = _p(gpu.address(batch.counts) + 4 * LOGIT_ROWS)
         calls, read, stride = [], gpu.address(logits), logits.shape[1]
         if self.wide:
-            widen = Kernel("step.cuh", f"widen<{ELEMENTS[self.activations]}>")
             across = -(-self.vocab_size // _THREADS)
             widening: tuple[Argument, ...] = _p(self.wide), _p(read), count, _i(self.vocab_size), _l(stride)
-            calls.append(Call(widen, (rows, across, 1), _THREADS, 0, widening))
+            calls.append(Call(kernels.widen(self.activations), (rows, across, 1), _THREADS, 0, widening))
             read, stride = self.wide, self.vocab_size
         at, layout = self.result, self.layout
         calls.append(
@@ -118,7 +115,7 @@ class StepProgram:
             self._at(tokens), _p(at), self._at(batch.logit_rows), self._at(batch.slot), self._at(batch.position), count,
             _l(tokens.shape[1]),
         )  # fmt: skip
-        calls.append(Call(Kernel("step.cuh", "keep_tokens"), (-(-rows // _THREADS), 1, 1), _THREADS, 0, keeping))
+        calls.append(Call(kernels.KEEP_TOKENS, (-(-rows // _THREADS), 1, 1), _THREADS, 0, keeping))
         return calls
 
     def _at(self, array: AnyArray) -> ctypes.c_void_p:

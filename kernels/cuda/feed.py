@@ -15,9 +15,7 @@ import numpy as np
 
 from ..ops import AnyArray, I32Array
 from .driver import Driver, Packed, pack_arguments
-from .source import Kernel
 
-SCATTER = Kernel("step.cuh", "scatter_runs")
 THREADS = 128
 
 RUN = np.dtype([("to", np.uint64), ("from", np.int32), ("words", np.int32)])  # as in step.cuh
@@ -33,7 +31,7 @@ class Feed:
 
     driver: Driver
     stream: int
-    function: int  # SCATTER, loaded
+    function: int  # SCATTER_RUNS, loaded
     pinned: int
     staged: int
     slots: tuple[_Slot, ...]
@@ -99,7 +97,7 @@ class _Slot:
 
 
 def make_feed(driver: Driver, stream: int, function: int) -> Feed:
-    """A feed with its memory; `function` is SCATTER, loaded."""
+    """A feed with its memory; `function` is SCATTER_RUNS, loaded."""
     pinned, staged = driver.pin(SLOTS * SLOT_BYTES), driver.allocate(SLOT_BYTES)
     arguments = pack_arguments((ctypes.c_void_p(staged), ctypes.c_void_p(staged)))
     slots = []

@@ -21,10 +21,11 @@ import numpy as np
 from ..ops import AnyArray, U8Array
 from .call import Call
 from .driver import DeviceInfo, Driver, pack_arguments
-from .feed import SCATTER, Feed, make_feed
+from .feed import Feed, make_feed
 from .jit import Cubin
 from .launch import ALWAYS_ALLOWED_BYTES
 from .machine import T
+from .rows import SCATTER_RUNS
 from .source import Kernel
 
 log = logging.getLogger(__name__)
@@ -236,9 +237,9 @@ def open_gpu(driver: Driver, info: DeviceInfo, code: Callable[[Kernel], Cubin], 
     """The GPU in use by this thread; its memory is taken as it is needed."""
     driver.open(info.index)
     stream = driver.stream()
-    scatter = driver.load(code(SCATTER))
+    scatter = driver.load(code(SCATTER_RUNS))
     feed = make_feed(driver, stream, scatter)
     log.info("%s: compute capability %d.%d, %d SMs", info.name, *info.capability, info.processors)
-    gpu = Gpu(driver, info, code, deterministic, stream, feed, {SCATTER: scatter})
+    gpu = Gpu(driver, info, code, deterministic, stream, feed, {SCATTER_RUNS: scatter})
     gpu.enter()
     return gpu

@@ -1,4 +1,4 @@
-"""Specializations of what is done to rows, heads and blocks: rope_store, embed, rms_norm, act_mul and the KV moves."""
+"""Specializations of what is done to rows, heads and blocks, and around a step."""
 
 from __future__ import annotations
 
@@ -58,7 +58,16 @@ def bias_rows(act: str, *, add: bool) -> Kernel:
 COPY_TOKENS = Kernel("kv_blocks.cuh", "copy_tokens")
 MOVE_BLOCKS = Kernel("kv_blocks.cuh", "move_blocks")
 
+SCATTER_RUNS = Kernel("step.cuh", "scatter_runs")
+GATHER_TOKENS = Kernel("step.cuh", "gather_tokens")
+KEEP_TOKENS = Kernel("step.cuh", "keep_tokens")
+
 SAMPLE_THREADS = 512
+
+
+def widen(act: str) -> Kernel:
+    """Logits in float32."""
+    return Kernel("step.cuh", f"widen<{ELEMENTS[act]}>")
 
 
 def sample(threads: int = SAMPLE_THREADS) -> Kernel:

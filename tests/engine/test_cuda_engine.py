@@ -185,8 +185,8 @@ def test_what_a_gpu_does_not_do_is_refused(recorder: HostDriver, model: Path, me
 
 
 def test_a_gpu_that_is_too_old_or_too_small_is_named(recorder: HostDriver, model: Path) -> None:
-    recorder.capability = (7, 5)
-    with pytest.raises(LlmctlError, match=r"no kernels for a GPU of compute capability 7\.5"):
+    recorder.capability = (7, 0)
+    with pytest.raises(LlmctlError, match=r"no kernels for a GPU of compute capability 7\.0"):
         tokens(model, "cuda")
     recorder.capability, recorder.memory_total = (8, 0), 300 << 20
     with pytest.raises(CapacityError, match=r"(?s)workspace.*available +300"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -226,7 +226,13 @@ def same_tokens() -> dict[str, object]:
 
 def speeds(batches: tuple[int, ...] = BATCHES, measured: int = MEASURED) -> list[dict[str, object]]:
     """Decoding of the large model, by format and number of sequences."""
-    rows: list[dict[str, object]] = []
+    return list(speed_rows(batches, measured))
+
+
+def speed_rows(
+    batches: tuple[int, ...], measured: int, *, enforce_eager: bool = False, measuring_ended: Callable[[], None] = int
+) -> Iterator[dict[str, object]]:
+    """The rows of `speeds` one by one; `measuring_ended` is called before sequences begin to end."""
     for variant, (format, cache) in VARIANTS.items():
         undo = made_on_the_way()
         try:
@@ -235,7 +241,7 @@ def speeds(batches: tuple[int, ...] = BATCHES, measured: int = MEASURED) -> list
             config = EngineConfig(
                 device="cuda", max_model_len=2048, max_num_seqs=256, max_num_batched_tokens=8192, block_size=16,
                 kv_cache_dtype=cache, num_gpu_blocks_override=256 * 24, enable_prefix_caching=False,
-                speculative_config=NO_SPECULATION,
+                speculative_config=NO_SPECULATION, enforce_eager=enforce_eager,
             )  # fmt: skip
             plan, _ = resolve(config, model)
             runner = make_runner(model, plan)
@@ -244,13 +250,11 @@ def speeds(batches: tuple[int, ...] = BATCHES, measured: int = MEASURED) -> list
             undo()
         loaded = time.perf_counter() - started
         for batch in batches:
-            rows.append(
-                {"model": variant, "batch": batch, **_decode(runner, plan, batch, measured), "load_s": round(loaded, 1)}
-            )
+            found = _decode(runner, plan, batch, measured, measuring_ended)
+            yield {"model": variant, "batch": batch, **found, "load_s": round(loaded, 1)}
         runner.close()
         _made_weight.cache_clear()
         _made_rows.cache_clear()
-    return rows
 
 
 @functools.cache
@@ -275,7 +279,9 @@ def launch_all(speed: Callable[[], object]) -> None:
     speed()
 
 
-def _decode(runner: CudaRunner, plan: object, batch: int, measured: int) -> dict[str, object]:
+def _decode(
+    runner: CudaRunner, plan: object, batch: int, measured: int, measuring_ended: Callable[[], None]
+) -> dict[str, object]:
     """Tokens a second, launches and host microseconds per step of a batch that decodes."""
     timed = Timed(runner)
     engine = Engine(Scheduler(scheduler_config(plan, 0)), timed, plan.async_depth)  # type: ignore[attr-defined]
@@ -302,6 +308,7 @@ def _decode(runner: CudaRunner, plan: object, batch: int, measured: int) -> dict
         _count(engine, counts)
     seconds, got, done = time.perf_counter() - started, sum(counts.values()) - first, len(timed.seconds)
     scheduling = engine.stats().scheduler_s - scheduling
+    measuring_ended()
     graphs = runner.graphs
     while engine.has_work:
         engine.step()
