@@ -12,17 +12,18 @@ from .driver import DeviceInfo, Driver
 from .gpu import Gpu, open_gpu
 from .jit import Cubin, Jit, architecture
 from .libcuda import load_driver
-from .library import use_library
+from .library import Library, use_library
 from .source import Kernel
 
 Code = Callable[[Kernel], Cubin]
+Open = Callable[[Gpu], Library | None]
 
-_replaced: list[tuple[Driver, Code | None]] = []
+_replaced: list[tuple[Driver, Code | None, Open]] = []
 
 
-def use_driver(driver: Driver | None, code: Code | None = None) -> None:
-    """Another driver from now on, with its own way from kernels to code; None: this machine's."""
-    _replaced[:] = [] if driver is None else [(driver, code)]
+def use_driver(driver: Driver | None, code: Code | None = None, library: Open = lambda gpu: None) -> None:
+    """Another driver from now on, with its own way from kernels to code, and its library; None: this machine's."""
+    _replaced[:] = [] if driver is None else [(driver, code, library)]
 
 
 def driver_in_use() -> Driver:
@@ -77,5 +78,6 @@ def open_machine(info: DeviceInfo, cubins: Path, *, deterministic: bool, compile
             nvrtc.version()
         code = Jit(cubins, architecture(*info.capability), compile).get
     gpu = open_gpu(driver, info, code, deterministic=deterministic)
-    use_library(None if deterministic or _replaced else open_cublas(gpu))
+    library: Open = _replaced[0][2] if _replaced else open_cublas
+    use_library(None if deterministic else library(gpu))
     return gpu

@@ -340,6 +340,11 @@ class HostDriver:
         check()
         self._give(stream, _Work(run))
 
+    def compute(self, name: str, stream: int, run: Callable[[], None]) -> None:
+        """What another library does on the stream."""
+        self._note(name, stream)
+        self._give(stream, _Work(run))
+
     def begin_capture(self, stream: int) -> None:
         self._outside_capture("begin_capture")
         self._note("begin_capture", stream)

@@ -42,15 +42,15 @@ def linear_kernels(
             yield Listed(linear.reduce_kernel(layer), linear.REDUCE_THREADS)
 
 
-def all_linears(dtypes: Sequence[str] = ACTIVATIONS) -> Iterator[Listed]:
-    """Every combination of storage and ends with activations of these types."""
+def all_linears(dtypes: Sequence[str] = ACTIVATIONS, *, expert_tiles: int = 4) -> Iterator[Listed]:
+    """Every combination of storage and ends with activations of these types; of experts, so many of the tiles."""
     for dtype in dtypes:
         yield from linear_kernels(dtype, (*CODES, *map(WeightFormat, ACTIVATIONS)), ENDS)
         yield Listed(linear.gather_kernel(dtype), linear.GATHER_THREADS)
         yield from _adapters(dtype, lora.RANKS)
     for dtype in dtypes:
         if dtype in SIXTEEN_BIT:
-            yield from _experts(dtype, (*CODES, WeightFormat(dtype)))
+            yield from _experts(dtype, (*CODES, WeightFormat(dtype)), expert_tiles)
 
 
 def linear_representatives(act: str) -> Iterator[Listed]:
@@ -77,7 +77,7 @@ def _mma(layer: Linear, tile: Tile, *, grouped: bool = False) -> Listed:
     return Listed(linear.mma_kernel(layer, tile, grouped=grouped), tile.threads, shared, in_flight)
 
 
-def _experts(dtype: str, formats: Iterable[WeightFormat]) -> Iterator[Listed]:
+def _experts(dtype: str, formats: Iterable[WeightFormat], most_tiles: int = 4) -> Iterator[Listed]:
     for score in moe.SCORES:
         yield Listed(Kernel(moe.HEADER, f"moe_route<{ELEMENTS[dtype]}, {moe.SCORES[score]}>"), moe.ROUTE_THREADS)
     yield Listed(moe.combine_kernel(dtype, add=True), moe.COMBINE_THREADS)
@@ -85,7 +85,7 @@ def _experts(dtype: str, formats: Iterable[WeightFormat]) -> Iterator[Listed]:
     ends: tuple[End, ...] = ("store", "silu")
     for weight, end in itertools.product(formats, ends):
         layer = Linear(dtype, weight, WHOLE, WHOLE, end)
-        yield from (_mma(layer, tile, grouped=True) for tile in tiles_of(weight))
+        yield from (_mma(layer, tile, grouped=True) for tile in tiles_of(weight)[:most_tiles])
     yield Listed(moe.combine_kernel(dtype, add=False), moe.COMBINE_THREADS)
     for rows in dict.fromkeys(tile.rows for tile in (*TILES, *NARROW_TILES)):
         yield Listed(Kernel(moe.HEADER, f"moe_group<{rows}>"), moe.GROUP_THREADS, 8 * moe.MAX_EXPERTS)

@@ -36,7 +36,7 @@ from .linear_tiles import SHARED_LIMIT
 from .machine import Machine
 from .pack import pack
 from .steps import DTYPES, as_stored
-from .tiles import SMS, missing
+from .tiles import SMS, missing, too_wide
 
 MIN_CAPABILITY = (7, 5)  # matrix loads, and tensor cores whose operands lie as in all later ones
 
@@ -112,7 +112,8 @@ def _refuse_types(capability: tuple[int, int], args: Any) -> str | None:
     if dtype == "bf16":
         return missing(arch, dtype)
     if isinstance(args, AttendArgs) and dtype is not None:
-        return missing(arch, args.compute or compute_of(dtype, args.kv.format.kind))
+        wanted = args.compute or compute_of(dtype, args.kv.format.kind)
+        return missing(arch, wanted) or too_wide(arch, args.kv.head_dim)
     return None
 
 

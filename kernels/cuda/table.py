@@ -15,7 +15,7 @@ from . import rows
 from .attend import MERGE_THREADS, SINKS, SOFT_CAP, WINDOW, AttendShape, refusal
 from .linear_table import all_linears, linear_kernels, linear_representatives
 from .listed import Listed
-from .tiles import SMS, choose_attend, missing
+from .tiles import SMS, choose_attend, missing, too_wide
 from .types import ACTIVATIONS, EIGHT_BIT_KV
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -48,8 +48,8 @@ def model_kernels(arch: str, needs: ModelNeeds) -> list[Listed]:
         *_norms(needs.act, needs.hidden_size),
         *_gated(needs.act, needs.activation),
         *_stores(needs.act, needs.kv, needs.head_dim, needs.block_size, "halves", norm=needs.head_norms),
+        *_of_16_bits(needs.act),
         *linear_kernels(needs.act, needs.weights),
-        *(() if needs.act == "f32" else (Listed(rows.widen(needs.act), rows.ROW_THREADS),)),
         *_shared(),
     ]
     for windowed in dict.fromkeys(needs.windows):
@@ -70,8 +70,7 @@ def representatives(arch: str) -> list[Listed]:
         Listed(rows.embed(act), rows.ROW_THREADS),
         *_norms(act, 4096),
         *_quantized_norms(act, 4096),
-        Listed(rows.bias_rows(act, add=True), rows.ROW_THREADS),
-        Listed(rows.widen(act), rows.ROW_THREADS),
+        *_of_16_bits(act),
         *_gated(act, "silu"),
         *_stores(act, "fp8_e4m3", 128, 16, "halves", norm=True),
         *_shared(),
@@ -91,21 +90,21 @@ def representatives(arch: str) -> list[Listed]:
 
 def all_kernels(arch: str) -> list[Listed]:
     """Every combination of types, head sizes, block sizes and flags that the architecture has memory for."""
-    listed = [*_shared(), *all_linears(activations(arch))]
+    # The largest tile of experts would not stay in registers on the oldest.
+    listed = [*_shared(), *all_linears(activations(arch), expert_tiles=3 if arch == "sm_75" else 4)]
     for act in activations(arch):
-        listed += (Listed(kernel, rows.ROW_THREADS) for kernel in (rows.embed(act), rows.widen(act)))
+        listed.append(Listed(rows.embed(act), rows.ROW_THREADS))
         for width in WIDTHS:
             listed += [*_norms(act, width), *_quantized_norms(act, width)]
         for name in rows.ACTIVATION:
             listed += _gated(act, name)
-        if act != "f32":
-            listed += (Listed(rows.bias_rows(act, add=add), rows.ROW_THREADS) for add in (False, True))
+        listed += _of_16_bits(act)
         for kv, head_dim, block_size in _caches(act):
             for rope in rows.ROPE:
                 for norm in (False, True):
                     listed += _stores(act, kv, head_dim, block_size, rope, norm=norm)
             for compute in COMPUTE[act]:
-                if (refusal(act, compute, kv) or missing(arch, compute)) is not None:
+                if (refusal(act, compute, kv) or missing(arch, compute) or too_wide(arch, head_dim)) is not None:
                     continue
                 for flags in FLAGS:
                     for prefill in (False, True):
@@ -124,6 +123,14 @@ def _caches(act: str) -> Iterator[tuple[str, int, int]]:
         for head_dim in HEAD_DIMS:
             for block_size in BLOCK_SIZES:
                 yield kv, head_dim, block_size
+
+
+def _of_16_bits(act: str) -> list[Listed]:
+    """What only activations of 16 bits need."""
+    if act == "f32":
+        return []
+    kernels = (rows.widen(act), *(rows.bias_rows(act, add=add) for add in (False, True)))
+    return [Listed(kernel, rows.ROW_THREADS) for kernel in kernels]
 
 
 def _gated(act: str, activation: str) -> list[Listed]:

@@ -48,6 +48,14 @@ def missing(arch: str, kind: str) -> str | None:
     return None
 
 
+def too_wide(arch: str, head_dim: int) -> str | None:
+    """Why an architecture has no attention for heads of so many dimensions, None if it has."""
+    most = 128 if arch == "sm_75" else 256  # more would not stay in registers
+    if head_dim % 32 == 0 and 32 <= head_dim <= most:
+        return None
+    return f"heads have {head_dim} dimensions; multiples of 32 up to {most} are known"
+
+
 def choose_attend(
     arch: str,
     act: str,
@@ -70,8 +78,8 @@ def choose_attend(
     reason = refusal(act, compute, kv) or missing(arch, compute)
     if reason is None and act == "bf16":
         reason = missing(arch, act)
-    if reason is None and (head_dim % 32 != 0 or not 32 <= head_dim <= 256):
-        reason = f"heads have {head_dim} dimensions; multiples of 32 up to 256 are known"
+    if reason is None:
+        reason = too_wide(arch, head_dim)
     if reason is None and block_size not in (16, 32, 64):
         reason = f"blocks have {block_size} tokens; 16, 32 and 64 are known"
     if reason is not None:

@@ -46,6 +46,7 @@ import_checkout()
 
 import gpu_engine  # noqa: E402
 import gpu_linear  # noqa: E402
+import gpu_ops  # noqa: E402
 import gpu_speed  # noqa: E402
 import torch  # noqa: E402
 from attend_cases import Problem, bound, error, make, run  # noqa: E402
@@ -83,6 +84,8 @@ def main() -> int:
     report.section("attention", lambda: judged(sweep(launcher, arch)))
     report.section("linear", lambda: gpu_linear.sweep(launcher))
     report.section("linear has the same bits", lambda: gpu_linear.same_bits(launcher))
+    report.section("ops of torch", lambda: gpu_ops.as_on_a_cpu(jit_for(arch).folder))
+    report.section("library", lambda: gpu_ops.library(jit_for(arch)))
     report.section("graph equals eager", lambda: graph_equals_eager(launcher, arch))
     speed = report.section("hardware", gpu_speed.hardware)
     if isinstance(speed, gpu_speed.Hardware):

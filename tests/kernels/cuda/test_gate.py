@@ -92,7 +92,7 @@ def test_a_model_needs_few_kernels_and_all_of_them_are_registered() -> None:
     needs = ModelNeeds("bf16", "bf16", "fp8_e4m3", 128, 16, 4096, "silu", (False, True, False), head_norms=True)
     for arch in ("sm_80", "sm_90a"):
         kernels = model_kernels(arch, needs)
-        assert len(kernels) <= 20
+        assert len(kernels) <= 30
         assert {item.kernel for item in kernels} <= {item.kernel for item in all_kernels(arch)}
 
 

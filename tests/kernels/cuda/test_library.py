@@ -10,16 +10,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from llmctl.engine.llm import LLM
+from llmctl.engine.request import SamplingParams
 from llmctl.kernels import registry
 from llmctl.kernels.cpu.pack import pack
 from llmctl.kernels.cuda import cublas, register
 from llmctl.kernels.cuda.devices import open_machine, use_driver
 from llmctl.kernels.cuda.emulated_machine import EmulatedMachine
+from llmctl.kernels.cuda.gpu import Gpu
 from llmctl.kernels.cuda.host_driver import HostDriver
 from llmctl.kernels.cuda.library import LibraryLinear, use_library
 from llmctl.kernels.formats import F16
 from llmctl.kernels.ops import ROWS, LinearArgs, PackedWeight, make_act, make_batch, make_rows
+
+from ...engine.tiny import write_checkpoint
 
 K, N, MOST = 64, 40, 8
 
@@ -141,3 +147,33 @@ def test_a_library_that_is_wrong_in_a_trial_is_found_out(builds: Path, dtype: st
     finally:
         use_driver(None)
         register.use(None)
+
+
+@dataclass(frozen=True)
+class Queued:
+    """A library whose products wait on the stream like everything else."""
+
+    host: HostDriver
+    gpu: Gpu
+
+    def multiply(self, dtype: str, y: int, x: int, weight: int, **sizes: Any) -> None:
+        self.host.compute("multiply", self.gpu.stream, lambda: library().multiply(dtype, y, x, weight, **sizes))
+
+
+def test_the_engine_gives_the_same_tokens_with_a_library_also_from_graphs(builds: Path, tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path, "qwen3", dtype=torch.float16)
+    host, found = HostDriver(builds), []
+    prompts, params = [[5, 6, 7], [9] * 20], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    for opened in (lambda gpu: None, lambda gpu: Queued(host, gpu)):
+        use_driver(host, host.get, opened)
+        host.calls.clear()
+        try:
+            options = {"max_model_len": 64, "num_gpu_blocks_override": 12, "block_size": 16}
+            with LLM(str(model), process=False, device="cuda", max_num_batched_tokens=32, **options) as llm:
+                found.append([output.outputs[0].token_ids for output in llm.generate(prompts, [params] * 2)])
+        finally:
+            use_driver(None)
+    assert found[0] == found[1]
+    names = [call.name for call in host.calls]
+    assert "multiply" in names and "replay" in names
+    assert not any("linear_" in call.kernel for call in host.launches)
