@@ -13,7 +13,7 @@ from .models.arch import DecoderSpec
 
 _FLOATS = ("f32", "f16", "bf16")
 _SUMS_BYTES = 64 << 20  # of linear layers whose inputs are split
-_GRAPH_BYTES = 64 << 20  # of captured graphs, all together
+GRAPH_BYTES = 64 << 20  # of captured graphs, all together
 
 
 def activation_type(weight_formats: Sequence[str]) -> str:
@@ -43,7 +43,7 @@ def gpu_workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int) ->
     rope = (1 if spec.rope_local is None else 2) * length * spec.head_dim * 4
     rows = config.max_num_batched_tokens * (read + written) * 4
     logit_rows = config.max_logit_rows * (3 * 4 * logits + 8 * MAX_TOP + 128)
-    graphs = 0 if config.enforce_eager else _GRAPH_BYTES
+    graphs = 0 if config.enforce_eager else GRAPH_BYTES
     return (
         rows + logit_rows + config.max_num_seqs * sequence + rope
         + PARTS_BYTES + _SUMS_BYTES + graphs + 2 * SLOT_BYTES

@@ -22,7 +22,7 @@ from ...engine.load.progress import Progress
 from ...engine.plan import Plan, resolve
 from ...engine.runner.runner import Runner
 from ...engine.schedule.step import Admit, Chunk, Copy, SlotSampling, Step, TableDelta
-from ...kernels.errors import CapacityError
+from ...kernels.errors import CapacityError, UsageError
 from ..console import Console
 
 ROWS = (1, 16)
@@ -80,7 +80,11 @@ def profile(
     clock: Clock = time.perf_counter,
 ) -> Profile:
     """Load the model and profile a step for each number of rows. Raises CapacityError if they do not fit."""
-    settings = environment()
+    if config.on_gpu:
+        raise UsageError(
+            f"--device is `{config.device}`, and the profile is of the CPU's ops", "use `--device cpu`, or leave it out"
+        )
+    config, settings = msgspec.structs.replace(config, device="cpu"), environment()
     source = resolve_source(config.model, environment=settings, progress=progress)
     model = open_packed(source, dtype=config.dtype, cache=settings.cache, progress=progress)
     plan, _ = resolve(config, model, split_windows=False)

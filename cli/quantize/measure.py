@@ -77,7 +77,7 @@ def measure_scales(quantized: PackedModel, texts: Sequence[I32Array], threads: i
     longest = max(len(text) for text in texts)
     config = EngineConfig(
         threads=threads, max_model_len=longest, max_num_seqs=1, max_num_batched_tokens=longest,
-        kv_cache_dtype="float32", speculative_config=NO_SPECULATION,
+        kv_cache_dtype="float32", device="cpu", speculative_config=NO_SPECULATION,
     )  # fmt: skip
     watch = LayerWatch(quantized, resolve(config, quantized, split_windows=False)[0], longest)
     largest = np.zeros((quantized.spec.num_layers, 2), np.float32)
@@ -118,6 +118,7 @@ def _engine(model: PackedModel, length: int, threads: int) -> Core:
         max_num_seqs=1,
         max_num_batched_tokens=_PROMPT,
         threads=threads,
+        device="cpu",
         enable_prefix_caching=False,
     )
     return assemble(config, model, epoch=new_epoch())[0]

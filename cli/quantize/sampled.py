@@ -35,8 +35,9 @@ def write_text(
 ) -> I32Array:
     """int32 [samples, length] of the model's own tokens; the same seed gives the same tokens."""
     config = EngineConfig(
-        max_model_len=length, max_num_seqs=min(samples, _AT_ONCE), threads=threads, enable_prefix_caching=False
-    )
+        max_model_len=length, max_num_seqs=min(samples, _AT_ONCE), threads=threads, enable_prefix_caching=False,
+        device="cpu",
+    )  # fmt: skip
     engine, info = assemble(config, model, epoch=new_epoch())
     sampling = SamplingParams(temperature=1.0, ignore_eos=True)
     out = np.zeros((samples, length), np.int32)

@@ -3,7 +3,8 @@
 A graph is captured for a number of rows from a short list, and for so much work of attention; a step with fewer rows
 uses the next larger one, whose launches find on the GPU how much of their grid there is to do. The first step of a kind
 is launched call by call, which loads every kernel and reserves what it needs, and is then captured: nothing has to be
-tried out at start, and no graph is made that is not used.
+tried out at start, and no graph is made that is not used. Those that were not used for longest go when all of them take
+more memory than was planned.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from ...kernels.cuda.gpu import Graph
 from ...kernels.cuda.work_list import WorkList
 from ...kernels.ops import LOGIT_ROWS, ROWS, SEQS
+from ..gpu_sizes import GRAPH_BYTES
 from ..sizes import format_bytes
 from .cuda_program import StepProgram
 from .cuda_rows import SampleLists
@@ -58,9 +60,12 @@ class DecodeGraphs:
         padded = self.sizes[bisect.bisect_left(self.sizes, rows)]
         grids = tuple(_grid(work, padded) if work.rounds else (0, 0) for work in program.lists)
         key = padded, grids
-        if (graph := self.graphs.get(key)) is not None:
+        if (graph := self.graphs.pop(key, None)) is not None:
+            self.graphs[key] = graph  # the last that was used
             gpu.replay(graph)
             return
+        while self.graphs and self.num_bytes >= GRAPH_BYTES:
+            gpu.driver.destroy_graph(self.graphs.pop(next(iter(self.graphs))).handle)
         counts[[ROWS, SEQS, LOGIT_ROWS]] = padded
         for work, grid in zip(program.lists, grids, strict=True):
             work.grid = grid

@@ -7,12 +7,15 @@ be launched while the one before it still runs.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...kernels.cuda import rows as kernels
 from ...kernels.cuda.attend_op import AttendOp
 from ...kernels.cuda.call import Argument, Call
 from ...kernels.cuda.gpu import Gpu
+from ...kernels.cuda.library import LibraryLinear
+from ...kernels.cuda.source import Kernel
 from ...kernels.cuda.work_list import WorkList
 from ...kernels.ops import ELEMENT_TYPES, LOGIT_ROWS, MAX_TOP, ROWS, AnyArray, Batch
 from ..models.decoder import Decoder
@@ -81,6 +84,27 @@ class StepProgram:
             op.run()
         if sampling is not None and logit_rows:
             self.gpu.launch(self._sample(logit_rows, sampling))
+
+    def kernels(self, sampling: SampleLists, sizes: Sequence[int]) -> tuple[Kernel, ...]:
+        """All that steps of so many rows launch, so that it can be compiled and loaded before there are any.
+
+        A library of products has its own kernels, and what goes around them is loaded with the first step.
+        """
+        counts = self.batch.counts
+        lanes = [lane for op in self.decoder.ops if isinstance(op, AttendOp) for lane in op.lanes]
+        found = {kernel: None for lane in lanes for kernel in (lane.shape.kernel, lane.shape.merge_kernel)}
+        others = [op for op in self.decoder.ops if not isinstance(op, (AttendOp, LibraryLinear))]
+
+        def launch() -> None:
+            self.gpu.launch([self._gather(int(counts[ROWS])), *self._sample(int(counts[LOGIT_ROWS]), sampling)])
+            for op in others:
+                op.run()
+
+        for rows in sizes:
+            counts[ROWS], counts[LOGIT_ROWS] = rows, min(rows, self.layout.rows)
+            found |= dict.fromkeys(self.gpu.collect(launch))
+        counts[:] = 0
+        return (*found, kernels.COPY_TOKENS)
 
     def _gather(self, rows: int) -> Call:
         batch, gpu, tokens = self.batch, self.gpu, self.slots.tokens

@@ -64,6 +64,7 @@ class CudaRunner:
         self._program = make_program(gpu, self.decoder, self._batch, self._slots, spec.vocab_size)
         self._lists = make_lists(plan.max_logit_rows)
         most = min(plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_logit_rows)
+        gpu.prepare(self._program.kernels(self._lists, bucket_sizes(plan.max_num_batched_tokens)))
         self._graphs = None if plan.enforce_eager else DecodeGraphs(self._program, bucket_sizes(most))
         self._tier = (
             open_pinned_tier(gpu, shelves_of(self.groups, plan.tier_blocks), plan.block_size)

@@ -13,14 +13,16 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from ..device import default_threads
 from ..ops import AnyArray, U8Array
 from .call import Call
-from .driver import DeviceInfo, Driver, pack_arguments
+from .driver import DeviceInfo, Driver
 from .feed import Feed, make_feed
 from .jit import Cubin
 from .launch import ALWAYS_ALLOWED_BYTES
@@ -72,6 +74,7 @@ class Gpu:
     _sent: tuple[int, int] = (0, 0)  # address, and bytes given out
     _thread: int = 0
     _capturing: bool = False
+    _collected: dict[Kernel, None] | None = None
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -88,8 +91,20 @@ class Gpu:
             self._thread = thread
 
     def prepare(self, kernels: Sequence[Kernel]) -> None:
-        for kernel in kernels:
-            self._function(kernel)
+        missing = [kernel for kernel in dict.fromkeys(kernels) if kernel not in self.functions]
+        # The compiler lets several threads in, and is most of the time that a first start takes.
+        with ThreadPoolExecutor(default_threads()) as pool:
+            for kernel, cubin in zip(missing, pool.map(self.code, missing), strict=True):
+                self.functions[kernel] = self.driver.load(cubin)
+
+    def collect(self, launch: Callable[[], None]) -> tuple[Kernel, ...]:
+        """Every kernel that `launch` would launch. Nothing is, and nothing is sent."""
+        self._collected = {}
+        try:
+            launch()
+        finally:
+            found, self._collected = tuple(self._collected), None
+        return found
 
     def address(self, array: AnyArray) -> int:
         key = int(array.ctypes.data), array.nbytes
@@ -147,6 +162,9 @@ class Gpu:
         return made
 
     def launch(self, calls: Sequence[Call]) -> None:
+        if self._collected is not None:
+            self._collected.update((call.kernel, None) for call in calls)
+            return
         if self.feed.pending:
             assert not self._capturing, "what a step sends is sent before a capture begins"
             self.feed.flush()
@@ -155,8 +173,7 @@ class Gpu:
             if call.shared_bytes > max(ALWAYS_ALLOWED_BYTES, self._allowed.get(function, 0)):
                 self.driver.allow_shared(function, call.shared_bytes)
                 self._allowed[function] = call.shared_bytes
-            packed = pack_arguments(call.arguments)
-            self.driver.launch(function, call.grid, call.threads, call.shared_bytes, self.stream, packed)
+            self.driver.launch(function, call.grid, call.threads, call.shared_bytes, self.stream, call.packed)
         self.launches += len(calls)
 
     def allocate(self, num_bytes: int) -> int:

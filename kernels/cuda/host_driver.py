@@ -320,7 +320,8 @@ class HostDriver:
             raise Misuse(f"{kernel.expression} asks for {shared_bytes} bytes of shared memory that were not allowed")
         if min(grid) < 1 or not 1 <= threads <= 1024 or max(grid[1:]) > 65535:
             raise Misuse(f"{kernel.expression} has a grid {grid} of {threads} threads")
-        read = tuple(_copy(argument) for argument in arguments.arguments)
+        # What is launched later has to have what was passed now.
+        read = arguments.arguments if emulation is None else tuple(map(_copy, arguments.arguments))
         values = tuple(argument.value or 0 for argument in read)
         self.calls.append(Recorded("launch", kernel.expression, (*grid, threads, shared_bytes, *values)))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -47,6 +47,7 @@ from .work_list import Tiles, make_work_list
 DTYPES = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16", np.dtype(np.uint16): "bf16"}
 VALUES = {"f32": 4, "f16": 8, "bf16": 8}  # in 16 bytes
 _THREADS = 128
+_KEPT_CALLS = 64  # numbers of rows that an op's calls are kept for
 _ALL = 1 << 30  # rows, of any sequence
 
 
@@ -58,10 +59,15 @@ class StepOp:
     batch: Batch
     count: int  # ROWS or LOGIT_ROWS
     calls: Callable[[int], list[Call]]
+    kept: dict[int, list[Call]] = field(default_factory=dict)  # by the number of rows
 
     def run(self) -> None:
         if (rows := int(self.batch.counts[self.count])) > 0:
-            self.machine.launch(self.calls(rows))
+            if (calls := self.kept.get(rows)) is None:
+                if len(self.kept) == _KEPT_CALLS:
+                    self.kept.clear()
+                calls = self.kept[rows] = self.calls(rows)
+            self.machine.launch(calls)
 
 
 def refuse_rows(x: AnyArray, width: int) -> str | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from llmctl.engine.assemble import scheduler_config
@@ -68,7 +69,7 @@ class MadeModel:
     implementation: str = "llmctl"
 
     def build(self, batch: Batch, kv: Mapping[int, KVLayer], limits: Limits, kernels: str) -> Decoder:
-        return build_decoder(self.spec, self.weights, self.vectors, batch, kv, limits, kernels)
+        return build_decoder(self.spec, self.weights, self.vectors, {}, batch, kv, limits, kernels)
 
 
 def shapes(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
@@ -104,15 +105,15 @@ def tiny(kind: str) -> MadeModel:
     return MadeModel(TINY, weights, norms(TINY), size, (kind,))
 
 
-def large(format: WeightFormat) -> MadeModel:
-    """A large model whose weights have no bytes here: `made_on_the_way` brings them."""
-    none = np.zeros(0, np.uint8)
+def large(format: WeightFormat, layers: int) -> MadeModel:
+    """A large model of so many layers whose weights have no bytes here: `made_on_the_way` brings them."""
+    none, spec = np.zeros(0, np.uint8), msgspec.structs.replace(LARGE, num_layers=layers)
     weights, size = {}, 0
-    for name, (n, k) in shapes(LARGE).items():
+    for name, (n, k) in shapes(spec).items():
         kind = WeightFormat("bf16") if name in ("model.embed_tokens", "lm_head") else format
         weights[f"{name}.weight"] = PackedWeight(kind, n, k, none)
         size += parts(kind, n, k).num_bytes
-    return MadeModel(LARGE, weights, norms(LARGE), size, tuple(sorted({"bf16", format.name})))
+    return MadeModel(spec, weights, norms(spec), size, tuple(sorted({"bf16", format.name})))
 
 
 def made_on_the_way() -> Callable[[], None]:
@@ -226,18 +227,23 @@ def same_tokens() -> dict[str, object]:
 
 def speeds(batches: tuple[int, ...] = BATCHES, measured: int = MEASURED) -> list[dict[str, object]]:
     """Decoding of the large model, by format and number of sequences."""
-    return list(speed_rows(batches, measured))
+    return list(speed_rows(batches, measured, LARGE.num_layers))
 
 
 def speed_rows(
-    batches: tuple[int, ...], measured: int, *, enforce_eager: bool = False, measuring_ended: Callable[[], None] = int
+    batches: tuple[int, ...],
+    measured: int,
+    layers: int,
+    *,
+    enforce_eager: bool = False,
+    measuring_ended: Callable[[], None] = int,
 ) -> Iterator[dict[str, object]]:
     """The rows of `speeds` one by one; `measuring_ended` is called before sequences begin to end."""
     for variant, (format, cache) in VARIANTS.items():
         undo = made_on_the_way()
         try:
             started = time.perf_counter()
-            model = large(format)
+            model = large(format, layers)
             config = EngineConfig(
                 device="cuda", max_model_len=2048, max_num_seqs=256, max_num_batched_tokens=8192, block_size=16,
                 kv_cache_dtype=cache, num_gpu_blocks_override=256 * 24, enable_prefix_caching=False,
@@ -264,7 +270,7 @@ def kernels(arch: str) -> tuple[Kernel, ...]:
     host = HostDriver(None, (number // 10, number % 10), processors=132, memory_total=140 << 30)
     devices.use_driver(host, host.get)
     try:
-        launch_all(lambda: speeds((1, 2, 256), measured=2))
+        launch_all(lambda: list(speed_rows((1, 2, 256), 2, layers=1)))
     finally:
         devices.use_driver(None)
     return tuple(host.loaded)

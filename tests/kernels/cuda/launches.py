@@ -40,7 +40,9 @@ def show(mode: str, host: HostDriver) -> None:
         host.calls.clear()
 
     devices.use_driver(host, host.get)
-    for row in gpu_engine.speed_rows(BATCHES, STEPS, enforce_eager=mode == "eager", measuring_ended=keep):
+    for row in gpu_engine.speed_rows(
+        BATCHES, STEPS, gpu_engine.LARGE.num_layers, enforce_eager=mode == "eager", measuring_ended=keep
+    ):
         step = kept[-1]
         launches = sum(call.name == "launch" for call in step)
         replays = sum(call.name == "replay" for call in step)
