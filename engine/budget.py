@@ -335,10 +335,9 @@ def _tier_blocks(config: EngineConfig, groups: Sequence[KVGroup], length: int) -
     Of those as many as sequences of a typical length, a quarter of the longest, hold beside the first. UsageError if
     it takes none.
     """
-    typical = blocks_for(-(-length // 4), config.block_size)
-    shares = [group.blocks_of(-(-length // 4), config.block_size) / typical for group in groups[1:]]
-    per_token = [group.bytes_per_token for group in groups]
-    block = sum(size * share for size, share in zip(per_token, (1.0, *shares))) * config.block_size
+    typical = -(-length // 4)
+    own = [group.blocks_of(typical, config.block_size) / blocks_for(typical, config.block_size) for group in groups]
+    block = sum(group.bytes_per_token * share for group, share in zip(groups, own)) * config.block_size
     blocks = int(config.swap_space * (1 << 30) / max(block, 1))
     if config.swap_space and not blocks:
         raise UsageError(
@@ -346,7 +345,7 @@ def _tier_blocks(config: EngineConfig, groups: Sequence[KVGroup], length: int) -
             f"tokens has {format_bytes(math.ceil(block))}",
             "give it at least some hundred blocks, or use `--swap-space 0`",
         )
-    return blocks, tuple(int(blocks * share) for share in shares)
+    return blocks, tuple(int(blocks * share) for share in own[1:])
 
 
 def _draft_share(draft: ModelSize, config: EngineConfig, length: int) -> DraftShare:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from ..kernels.device import default_threads
 from ..kernels.formats import KVFormat
-from ..kernels.ops import PANEL, latent_row_bytes, steering_width
-from ..kernels.scratch import attend_scratch_bytes, sample_scratch_bytes
+from ..kernels.ops import PANEL, steering_width
+from ..kernels.scratch import attend_scratch_bytes, latent_scratch_bytes, sample_scratch_bytes
 from .config import EngineConfig
 from .gpu_sizes import gpu_workspace_bytes
 from .models.arch import DecoderSpec
@@ -31,8 +31,6 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int) -> int
     read = 2 * spec.hidden_size + query + spec.ffn_size
     written = (2 if spec.sandwich_norms else 1) * spec.hidden_size + query + 2 * key + 2 * spec.ffn_size
     row = read * (4 + 2) + read // 32 * (4 + 4 + 4) + written * 4
-    if spec.latent is not None:
-        row += latent_row_bytes(spec.num_heads, spec.latent.kv_rank + spec.latent.rope_dim)
     logits = -(-spec.vocab_size // PANEL) * PANEL
     sequence = 4 * (length + blocks_for(length, config.block_size))
     rope = (1 if spec.rope_local is None else 2) * length * spec.head_dim * 4
@@ -49,7 +47,8 @@ def steering_bytes(spec: DecoderSpec, formats: Sequence[KVFormat]) -> int:
 def _scratch_bytes(spec: DecoderSpec, config: EngineConfig, length: int) -> int:
     threads = config.threads or default_threads()
     sampled = sample_scratch_bytes(spec.vocab_size, threads)
-    if spec.latent is not None:
-        return sampled
     rows = config.max_num_batched_tokens
+    if spec.latent is not None:
+        sizes = spec.num_heads, spec.latent.kv_rank, spec.latent.rope_dim
+        return sampled + latent_scratch_bytes(*sizes, length, rows, threads)
     return sampled + attend_scratch_bytes(spec.num_heads, spec.num_kv_heads, spec.head_dim, length, rows, threads)

@@ -405,12 +405,6 @@ class LatentArgs:
 
 
 ATTEND_SPLIT = 128
-LATENT_HEADS = 16
-
-
-def latent_row_bytes(num_heads: int, width: int) -> int:
-    """What the CPU's kernel of LatentArgs keeps of each row of a step, with latents and rotated keys of `width`."""
-    return -(-num_heads // LATENT_HEADS) * LATENT_HEADS * width * 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)

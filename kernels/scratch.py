@@ -1,7 +1,7 @@
 """The memory that kernels of the CPU take beside the buffers that they are given.
 
-`plan` counts it before our extension is loaded, so the arithmetic of `cpu/stages.hpp` and `cpu/table.hpp` stands here
-once more; `tests/kernels/cpu/test_scratch.py` holds the two together.
+`plan` counts it before our extension is loaded, so the arithmetic of `cpu/stages.hpp`, `cpu/latent_stages.hpp` and
+`cpu/table.hpp` stands here once more; `tests/kernels/test_scratch.py` holds the two together.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ _TILE_ROWS = 6  # score rows of a query tile
 _TILES_PER_THREAD = 16  # with fewer tiles, splits of the context are spread over the threads
 _PARTIAL_EXTRA = 8  # floats of a partial result behind its output
 _LANES = 16
+_LATENT_HEADS = 16  # heads that are lanes together
+_LATENT_ROWS = 4  # rows that pass over the context together
+_LATENT_TASKS_PER_THREAD = 4
+_MOST_LATENT_PARTIALS = 4 << 20  # floats, where one row does not need more
 
 
 def attend_scratch_bytes(
@@ -27,6 +31,17 @@ def attend_scratch_bytes(
     rows = _TILES_PER_THREAD * threads // (num_kv_heads * head_chunks) * queries
     splits = -(-max_positions // ATTEND_SPLIT)
     return 4 * min(rows, max_rows) * num_heads * splits * (head_dim + _PARTIAL_EXTRA)
+
+
+def latent_scratch_bytes(
+    num_heads: int, rank: int, rope_dim: int, max_positions: int, max_rows: int, threads: int
+) -> int:
+    """Bytes of the queries of all rows, brought to where latents are, and of partial results as above."""
+    chunks = -(-num_heads // _LATENT_HEADS)
+    queries = max_rows * chunks * _LATENT_HEADS * (rank + rope_dim)
+    one = num_heads * -(-max_positions // ATTEND_SPLIT) * (rank + _PARTIAL_EXTRA)
+    rows = min(max_rows, _LATENT_TASKS_PER_THREAD * threads * _LATENT_ROWS // chunks + 1)
+    return 4 * (queries + min(rows * one, max(one, _MOST_LATENT_PARTIALS)))
 
 
 def sample_scratch_bytes(vocab_size: int, threads: int) -> int:

@@ -15,18 +15,19 @@ from ..options import Json, parse_count
 def bench_kernels(
     context: typer.Context,
     only: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
             "--only", metavar="TEXT,...",
             help="Only kernels with one of these in their name, such as `linear`, `int4g32/m1/` or `decode`.",
         ),
-    ] = "",
+    ] = None,
     model_size: Annotated[
-        str, typer.Option("--model-size", metavar="SIZE,...", help="Only shapes of 0.1B, 0.5B, 1.5B or 8B models.")
-    ] = "",
+        list[str] | None,
+        typer.Option("--model-size", metavar="SIZE,...", help="Only shapes of 0.1B, 0.5B, 1.5B or 8B models."),
+    ] = None,
     rows: Annotated[
-        str, typer.Option("--rows", metavar="N,...", help="Only so many rows at once: 1, 4, 16, 64, 512.")
-    ] = "",
+        list[str] | None, typer.Option("--rows", metavar="N,...", help="Only so many rows at once: 1, 4, 16, 64, 512.")
+    ] = None,
     isa: Annotated[
         str, typer.Option("--isa", metavar="NAME", help="The kernels of this instruction set, not the best ones.")
     ] = "",
@@ -58,9 +59,9 @@ def bench_kernels(
             "give it some time, and 64M or more",
         )
     wanted = Wanted(
-        tuple(filter(None, only.split(","))),
-        pick(model_size, "--model-size", [shape.size for shape in SHAPES]),
-        rows_of(rows, ROWS),
+        tuple(filter(None, ",".join(only or ()).split(","))),
+        pick(",".join(model_size or ()), "--model-size", [shape.size for shape in SHAPES]),
+        rows_of(",".join(rows or ()), ROWS),
         isa,
         time_limit,
         memory_limit,

@@ -34,6 +34,7 @@ from .cuda_rows import asked_rows, looks_back, make_lists
 from .inputs import apply_deltas, fill_batch
 from .kv_fit import fit_cache
 from .pinned_tier import open_pinned_tier
+from .shelves import shelves_of
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,9 @@ class CudaRunner:
         gpu.prepare(self._program.kernels(self._lists, bucket_sizes(plan.max_num_batched_tokens)))
         self._graphs = None if plan.enforce_eager else DecodeGraphs(self._program, bucket_sizes(most))
         self._tier = (
-            open_pinned_tier(gpu, self.groups[:1], plan.tier_blocks, plan.block_size) if plan.tier_blocks else None
+            open_pinned_tier(gpu, shelves_of(self.groups, plan.tier_blocks), plan.block_size)
+            if plan.tier_blocks
+            else None
         )
         self._free = [_Landing.make(gpu, self._program.layout.num_bytes) for _ in range(plan.async_depth + 1)]
         self._flights: deque[Flight] = deque()

@@ -25,7 +25,8 @@ from .cache import allocate, block_shape
 from .inputs import apply_deltas, fill_batch
 from .kv_fit import fit_cache
 from .outliers import widen_outliers
-from .tier_store import Shelf, TierStore, open_tier
+from .shelves import shelves_of
+from .tier_store import TierStore, open_tier
 
 
 class Runner:
@@ -57,14 +58,7 @@ class Runner:
         )
         self._sampler = Sampler(self._batch, self.decoder.logits, spec.vocab_size, self._slots, plan.kernels)
         self._tier = (
-            open_tier(
-                Path(plan.tier_folder),
-                [
-                    Shelf(self.groups[:1], plan.tier_blocks),
-                    *(Shelf((cache,), cache.group.tier_blocks) for cache in self.groups[1:]),
-                ],
-                plan.block_size,
-            )
+            open_tier(Path(plan.tier_folder), shelves_of(self.groups, plan.tier_blocks), plan.block_size)
             if plan.tier_blocks
             else None
         )

@@ -13,61 +13,38 @@ import logging
 import os
 import tempfile
 import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
 
 from ..load.disk import check_swap_room, no_swap_file
 from ..schedule.step import Swap
 from ..sizes import format_bytes
-from .cache import GroupCache
+from .shelves import Shelves
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Shelf:
-    """So many places, each for one block of every one of these groups."""
-
-    groups: tuple[GroupCache, ...]
-    num_places: int
-
-    @property
-    def stride(self) -> int:
-        """Bytes of a place."""
-        return sum(cache.bytes_per_block for cache in self.groups)
-
-
-def open_tier(folder: Path, shelves: Sequence[Shelf], block_size: int) -> TierStore:
+def open_tier(folder: Path, shelves: Shelves, block_size: int) -> TierStore:
     """A store of these places in a new file in `folder`. CapacityError if there can be none, or not of that size."""
-    needed = sum(shelf.num_places * shelf.stride for shelf in shelves)
-    check_swap_room(folder, needed)
+    check_swap_room(folder, shelves.num_bytes)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = tempfile.TemporaryFile(buffering=0, dir=folder, prefix="swap-")  # noqa: SIM115  (the store closes it)
     except OSError as error:
         raise no_swap_file(folder, error.strerror or str(error)) from error
     assert isinstance(file, FileIO)
-    log.info(
-        "swap space: %s blocks of %d tokens, %s at most, in `%s`",
-        " + ".join(str(shelf.num_places) for shelf in shelves), block_size, format_bytes(needed), folder,
-    )  # fmt: skip
+    size = format_bytes(shelves.num_bytes)
+    log.info("swap space: %s blocks of %d tokens, %s at most, in `%s`", shelves, block_size, size, folder)
     return TierStore(file, shelves)
 
 
 class TierStore:
     """The file of tier 2, which it owns, and the checksums of its places, which are numbered shelf after shelf."""
 
-    def __init__(self, file: FileIO, shelves: Sequence[Shelf]) -> None:
+    def __init__(self, file: FileIO, shelves: Shelves) -> None:
         self._file = file
-        self._parts: list[_Part] = []
-        first, offset = 0, 0
-        for shelf in shelves:
-            arenas = tuple((cache.arena.data, cache.bytes_per_block) for cache in shelf.groups)
-            self._parts.append(_Part(range(first, first + shelf.num_places), offset, shelf.stride, arenas))
-            first += shelf.num_places
-            offset += shelf.num_places * shelf.stride
+        self._shelves = shelves
         self._checksums: dict[int, int] = {}  # of the places that hold something
         self._full = False
 
@@ -127,19 +104,10 @@ class TierStore:
 
     def _found(self, swap: Swap) -> tuple[int, list[memoryview]]:
         """Where its place begins in the file, and its blocks."""
-        part = next(part for part in self._parts if swap.place in part.places)
-        blocks = [arena[block * size : (block + 1) * size] for (arena, size), block in zip(part.arenas, swap.blocks)]
-        return part.offset + (swap.place - part.places.start) * part.stride, blocks
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A shelf's part of the file, and its groups' arenas, each with the bytes of a block."""
-
-    places: range
-    offset: int
-    stride: int
-    arenas: tuple[tuple[memoryview, int], ...]
+        groups, offset = self._shelves.spot(swap.place)
+        sizes = [cache.bytes_per_block for cache in groups]
+        arenas = [cache.arena.data for cache in groups]
+        return offset, [arena[at * size : (at + 1) * size] for arena, size, at in zip(arenas, sizes, swap.blocks)]
 
 
 def _write_all(file: int, part: memoryview, offset: int) -> None:

@@ -11,7 +11,7 @@ namespace llmctl::cpu {
 struct LatentPlan {
   static constexpr int kRowChunk = 64;  // rows for which a part of `up` is unpacked once
   static constexpr int kTasksPerThread = 4;
-  static constexpr std::size_t kMostPartials = std::size_t{16} << 20;  // floats, where one row does not need more
+  static constexpr std::size_t kMostPartials = std::size_t{4} << 20;  // floats, where one row does not need more
 
   static int row_chunks(int rows) { return (rows + kRowChunk - 1) / kRowChunk; }
 

@@ -6,6 +6,7 @@ is read or written too early would show in them; and it complains of memory that
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,25 @@ def test_preemption_and_pinned_swap_space_change_no_token(driver: HostDriver, mo
     copies = [call for call in driver.calls if call.name in ("download", "upload")]
     moved = {call.name for call in copies if call.numbers[2] == block}
     assert moved == {"download", "upload"}
+
+
+def test_blocks_of_a_window_go_to_places_of_their_own_in_pinned_memory(recorder: HostDriver, tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path, "qwen3")
+    windows = {"use_sliding_window": True, "sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"]}
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | windows))
+    options = {"block_size": 16, "num_gpu_blocks_override": 13, "max_model_len": 200, "max_num_batched_tokens": 16}
+    prompts = [[(i * 31 + j * 7 + i * i) % 290 + 5 for i in range(150)] for j in range(3)]
+    with LLM(str(model), dtype="float32", device="cuda", max_num_seqs=1, swap_space=0.01, **options) as llm:
+        for _ in range(2):
+            outputs = [llm.generate([prompt], SamplingParams(max_tokens=2, ignore_eos=True))[0] for prompt in prompts]
+        stats = llm.frontend.stats()
+    assert all(output.num_cached_tokens == 149 for output in outputs)
+    assert stats.tier_hits > 0 == stats.tier_failures
+    block = 2 * 2 * 16 * 32 * 4  # K and V of one layer, which each of the two groups has
+    places = {call.numbers[0] for call in recorder.calls if call.name == "download" and call.numbers[2] == block}
+    back = {call.numbers[1] for call in recorder.calls if call.name == "upload" and call.numbers[2] == block}
+    assert back <= places and (max(places) - min(places)) // block > stats.tier_blocks // 2
 
 
 def test_a_draft_model_on_the_gpu_changes_no_token(driver: HostDriver, model: Path) -> None:

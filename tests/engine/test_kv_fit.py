@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,6 @@ def test_a_fit_that_cannot_be_written_leaves_nothing_behind(folder: Path, monkey
         raise OSError(28, "No space left on device")
 
     model = open_tiny(folder)
-    monkeypatch.setattr(kv_fit.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     assert layers_of(model, "int8")[0].steering is not None
     assert not [path for path in model.folder.iterdir() if "kv-fit" in path.name]

@@ -9,7 +9,8 @@ import pytest
 
 from llmctl.engine.kv_groups import KVGroup
 from llmctl.engine.runner.cache import BlockShape, allocate
-from llmctl.engine.runner.tier_store import Shelf, open_tier
+from llmctl.engine.runner.shelves import Shelf, Shelves
+from llmctl.engine.runner.tier_store import open_tier
 from llmctl.engine.schedule.step import Swap
 from llmctl.kernels.errors import CapacityError
 from llmctl.kernels.formats import KVFormat
@@ -33,7 +34,7 @@ def groups():
 
 @pytest.fixture
 def store(groups, tmp_path):
-    made = open_tier(tmp_path / "swap", [Shelf(groups, 4)], 8)
+    made = open_tier(tmp_path / "swap", Shelves([Shelf(groups, 4)]), 8)
     yield made
     made.close()
 
@@ -60,7 +61,7 @@ def test_blocks_come_back_to_the_bit_wherever_they_are_put(store, groups):
 
 def test_places_of_a_group_of_its_own_follow_those_that_are_shared(groups, tmp_path, caplog):
     full, window = groups
-    store = open_tier(tmp_path, [Shelf((full,), 2), Shelf((window,), 3)], 8)
+    store = open_tier(tmp_path, Shelves([Shelf((full,), 2), Shelf((window,), 3)]), 8)
     kept = [content((full,), (1,)), content((window,), (2,)), content((window,), (3,))]
     assert store.move([Swap(1, (1,), True), Swap(2, (2,), True), Swap(4, (3,), True)]) == ()
     size, other = full.bytes_per_block, window.bytes_per_block
@@ -144,10 +145,10 @@ def test_the_file_has_no_name(store, tmp_path):
 
 def test_a_disk_that_is_too_small_is_refused_with_the_figures(groups, tmp_path):
     with pytest.raises(CapacityError, match="swapped KV blocks: it needs"):
-        open_tier(tmp_path, [Shelf(groups, 1 << 40)], 8)
+        open_tier(tmp_path, Shelves([Shelf(groups, 1 << 40)]), 8)
 
 
 def test_a_folder_that_cannot_be_written_is_refused(groups, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CapacityError, match="cannot make a file for swapped KV blocks"):
-        open_tier(tmp_path / "file" / "swap", [Shelf(groups, 4)], 8)
+        open_tier(tmp_path / "file" / "swap", Shelves([Shelf(groups, 4)]), 8)

@@ -62,7 +62,7 @@ FAMILIES: dict[str, transformers.PretrainedConfig] = {
     "qwen3": transformers.Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=False),
 }
 
-# Attention on latents, which only the reference computes. Layers are dense.
+# Attention on latents. Layers are dense.
 _LATENT = {
     **{key: value for key, value in SHAPE.items() if key != "num_key_value_heads"},
     "kv_lora_rank": 32,

@@ -54,7 +54,6 @@ def test_flags_of_other_servers_work_where_they_say_what_is_so(console, served):
     [
         ("-tp 2", "--tensor-parallel-size is 2"),
         ("--pipeline-parallel-size 2", "--pipeline-parallel-size is 2"),
-        ("--device cuda", "kernels for the CPU only"),
         ("--no-enable-chunked-prefill", "prompts are always cut into chunks"),
         ("--gpu-memory-utilization 9", "--gpu-memory-utilization is 9, it must be from 0 to 1"),
         ("--gpu-memory-utilization most", "`most` is not a share"),

@@ -143,6 +143,19 @@ def test_command_prints_a_table_and_json(make_console):
     assert found.build == registry.build_id() and found.threads == 1
 
 
+def test_an_option_that_is_repeated_asks_for_all_of_its_values(make_console, monkeypatch):
+    wanted = []
+
+    def stop(given, *_):
+        wanted.append(given)
+        raise UsageError("measured")
+
+    monkeypatch.setattr(measuring, "measure", stop)
+    arguments = ["--rows", "1", "--rows", "512", "--only", "linear,attend", "--only", "norm", "--model-size", "1.5B"]
+    assert app.run(["bench", "kernels", *arguments], make_console()) == ExitCode.USAGE
+    assert wanted == [Wanted(("linear", "attend", "norm"), ("1.5B",), (1, 512), "", 300.0, 1 << 30)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
