@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from ..kernels.errors import UsageError
-from .api.admission import TenantLimits
-from .api.settings import ServeSettings
+from .api.settings import ServeSettings, TenantLimits
 from .expand import Built
 from .options import parse_count
 

@@ -13,25 +13,13 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 
 from .errors import RETRY_S, ApiError, overdue, shutting_down
+from .settings import NO_LIMITS, TenantLimits
 
 MAX_RETRY_S = 600
 WINDOW = 16  # answers that the running mean of durations remembers, roughly
-
-
-@dataclass(frozen=True, slots=True)
-class TenantLimits:
-    """How many sequences of one tenant may wait: of those that are `named` so many, of any other `others`; 0: all."""
-
-    others: int = 0
-    named: Mapping[str, int] = field(default_factory=dict)
-
-    def of(self, tenant: str) -> int:
-        """The limit of this tenant, 0 for none."""
-        return self.named.get(tenant, self.others)
 
 
 class Place:
@@ -57,7 +45,7 @@ class Admission:
         self,
         running: int,
         waiting: int,
-        tenants: TenantLimits = TenantLimits(),
+        tenants: TenantLimits = NO_LIMITS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._running, self._limit, self._tenants, self._clock = running, running + waiting, tenants, clock

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .admission import TenantLimits
+
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """How many sequences of one tenant may wait: of those that are `named` so many, of any other `others`; 0: all."""
+
+    others: int = 0
+    named: Mapping[str, int] = field(default_factory=dict)
+
+    def of(self, tenant: str) -> int:
+        """The limit of this tenant, 0 for none."""
+        return self.named.get(tenant, self.others)
+
+
+NO_LIMITS = TenantLimits()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ import contextlib
 
 import pytest
 
-from llmctl.cli.api.admission import Admission, TenantLimits
+from llmctl.cli.api.admission import Admission
 from llmctl.cli.api.errors import ApiError
+from llmctl.cli.api.settings import TenantLimits
 
 
 class Clock:
