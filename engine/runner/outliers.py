@@ -6,7 +6,8 @@ other inputs need. So a form may have a quad in a group, four inputs side by sid
 for the scale (`ActForm.wide`). It costs one product more for each eight of a group of 32, so it is spent where it saves
 most.
 
-What is found depends on the weights alone and changes precision only; it is kept beside the packed weights.
+What is found follows from the weights and the probe text, but for ties that the kernels' rounding decides. It is kept
+beside the packed weights, so that every later start computes the same bits.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from .probe_text import PROBE_TEXT
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
+_DIGEST_BYTES = 32
 PROBE_TOKENS = 256
 _SHARE = 1 / 3  # of what it would cost to widen a quad in every group
 
@@ -50,11 +52,12 @@ def widen_outliers(model: Model, plan: Plan) -> Model:
         return model
     made_with = VERSION, PROBE_TOKENS, _SHARE, PROBE_TEXT, model.spec
     path = model.folder / f"outliers-{hashlib.sha256(msgspec.json.encode(made_with)).hexdigest()[:16]}.msgpack"
-    wide = _read(path, model)
+    wide = _read(path)
     if wide is None:
         log.info("%s: reading a probe text, to find inputs with outliers", model.name)
         wide = _find(model, plan)
-        keep_bytes(path, msgspec.msgpack.encode(_stored(wide)), "inputs with outliers are looked for")
+        data = msgspec.msgpack.encode(_stored(wide))
+        keep_bytes(path, hashlib.sha256(data).digest() + data, "inputs with outliers are looked for")
     return replace(model, wide=wide)
 
 
@@ -62,23 +65,24 @@ def _stored(wide: Wide) -> dict[str, list[bytes | None]]:
     return {name: [None if quads is None else quads.tobytes() for quads in forms] for name, forms in wide.items()}
 
 
-def _read(path: Path, model: PackedModel) -> Wide | None:
-    """What an earlier start kept, None if there is nothing or it is not of this model."""
+def _read(path: Path) -> Wide | None:
+    """What an earlier start kept, None if there is nothing or it is not whole."""
     try:
-        stored = msgspec.msgpack.decode(path.read_bytes(), type=dict[str, list[bytes | None]])
+        kept = path.read_bytes()
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError) as error:
+    except OSError as error:
         log.warning("%s is made anew: %s", path, error)
         return None
-    wide = {
+    data = kept[_DIGEST_BYTES:]
+    if hashlib.sha256(data).digest() != kept[:_DIGEST_BYTES]:
+        log.warning("%s is made anew: it is damaged", path)
+        return None
+    stored = msgspec.msgpack.decode(data, type=dict[str, list[bytes | None]])
+    return {
         name: tuple(None if quads is None else np.frombuffer(quads, np.uint8) for quads in forms)
         for name, forms in stored.items()
     }
-    if all(f"{name}.weight" in model.weights for name in wide):
-        return wide
-    log.warning("%s is made anew: it is of another model", path)
-    return None
 
 
 def _find(model: PackedModel, plan: Plan) -> Wide:

@@ -74,10 +74,12 @@ def test_what_is_widened_is_found_once_and_kept_beside_the_weights(
     forms, others = ([r.act.forms[0].wide for r in runner.decoder.readers] for runner in (first, again))
     assert any(wide is not None and (wide != NO_QUAD).any() for wide in forms)
     assert all(np.array_equal(a, b) for a, b in zip(forms, others, strict=True) if a is not None)
-    kept.write_bytes(b"broken")
     monkeypatch.undo()
-    runner_of(folder)
-    assert len(kept.read_bytes()) > 20
+    whole = kept.read_bytes()
+    for damaged in (b"", b"broken", whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1])):
+        kept.write_bytes(damaged)
+        runner_of(folder)
+        assert kept.read_bytes() == whole
 
 
 def test_models_without_4_bit_weights_widen_nothing(tmp_path: Path) -> None:
