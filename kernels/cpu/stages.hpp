@@ -181,7 +181,7 @@ class LinearStage final : public Stage {
  private:
   static constexpr int kDynamicRows = 16;
   static constexpr int kRowChunk = 64;
-  static constexpr int kMaxPanelChunk = 4;
+  static constexpr int kMaxPanelChunk = 8;
   static constexpr int kChunksPerThread = 4;
   Count count() const { return args_.logit_rows_only ? kLogitRows : kRows; }
   void (*kernel_)(const LinearArgs&, int, int, int, int, int);
