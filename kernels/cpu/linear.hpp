@@ -51,6 +51,7 @@ struct TileRows {
 template <class Isa, class Tile, int kRows>
 LLMCTL_INLINE void run_tile(const LinearArgs& a, const TileRows& rows, int panel) {
   alignas(64) float sums[kRows * kPanel];
+  for (int i = 0; i < kRows; ++i) __builtin_prefetch(a.out.row(rows.row + i) + static_cast<long>(panel) * kPanel, 1);
   Tile::template run<kRows>(a, panel, rows.act_row, rows.room, sums);
   finish_tile<Isa>(a, sums, kRows, rows.row, panel);
 }
