@@ -14,7 +14,7 @@ namespace llmctl::cpu {
 
 // How far ahead of a tile its weights are asked for, next panel included: the hardware stops at the end of a page, and
 // a thread's panels are one stream.
-constexpr int kPrefetchBytes = 1024;
+constexpr int kPrefetchBytes = 3072;
 
 // Adds bias and output where they are asked for, and stores.
 template <class Isa>

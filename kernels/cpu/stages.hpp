@@ -181,7 +181,7 @@ class LinearStage final : public Stage {
   ActUse act_use() const override { return {&args_.act, count(), false}; }
 
  private:
-  static constexpr int kDynamicRows = 16;
+  static constexpr int kDynamicRows = 17;
   static constexpr int kRowChunk = 64;
   static constexpr int kMinPanels = 4, kMaxPanels = 16;  // of a chunk, whose weights should stay in L2:
   static constexpr int kChunkBytes = 256 << 10;
