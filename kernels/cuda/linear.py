@@ -26,7 +26,7 @@ WEIGHTS = {
     "fp8_e4m3": "WeightE4m3",
     **{kind: ELEMENTS[kind] for kind in ACTIVATIONS},
 }
-ENDS = {"store": "End::kStore", "add": "End::kAdd", "silu": "End::kSilu", "gelu": "End::kGelu"}
+ENDS = {"store": "End::kStore", "add": "End::kStore", "silu": "End::kSilu", "gelu": "End::kGelu"}
 VECTOR_WARPS = 8
 FMA_THREADS = REDUCE_THREADS = GATHER_THREADS = 128
 FMA_ROWS, FMA_PANELS, FMA_SHARED = 32, 4, 4 * (32 + 64) * 68  # linear_fma.cuh

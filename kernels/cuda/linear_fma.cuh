@@ -14,7 +14,7 @@ constexpr int kFmaRows = 32;
 constexpr int kFmaPanels = 4;
 
 template <class W, int kGroup, Zero kZero, class Scale, End kEnd>
-__global__ void __launch_bounds__(128)
+__global__ void LLMCTL_THREADS(128)
     linear_fma(float* y, const float* x, const unsigned char* codes, const Scale* scales, const void* zeros,
                const float* bias, const float* residual, int rows, int outputs, int inputs, int width) {
   constexpr bool kByGroup = kScaled<W> && kGroup > 0, kMin = kZero == Zero::kMin;

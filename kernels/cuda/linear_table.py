@@ -15,23 +15,24 @@ from .types import ACTIVATIONS, ELEMENTS
 
 # One group per output has no size of its own in a kernel: any that is not in pack.GROUPS stands for it.
 WHOLE = 4096
+# What checkpoints hold: of those with minima, GGUF's alone.
 CODES = (
     *(WeightFormat("int4", group, zero) for group in (32, 64, 128, WHOLE) for zero in ("none", "int")),
     WeightFormat("int4", 32, "min"),
     WeightFormat("nf4", 64, "none", "f32"),
     *(WeightFormat("int8", group) for group in (32, 128, WHOLE)),
     *(WeightFormat("fp8_e4m3", group, "none", "f32") for group in (128, WHOLE)),
+    WeightFormat("int8", 64),
+    *(WeightFormat("nf4", group, "none", "f32") for group in (32, 128, WHOLE)),
+    *(WeightFormat("fp8_e4m3", group, "none", "f32") for group in (32, 64)),
 )
-ENDS: tuple[End, ...] = ("store", "add", "silu", "gelu")
 SIXTEEN_BIT = ("f16", "bf16")
 
 
-def linear_kernels(
-    dtype: str, formats: Iterable[WeightFormat], ends: Iterable[End] = ("store", "add")
-) -> Iterator[Listed]:
-    """What linear layers of these formats launch, whatever their number of rows."""
-    for weight, end in itertools.product(formats, ends):
-        layer = Linear(dtype, weight, WHOLE, WHOLE, end)
+def linear_kernels(dtype: str, formats: Iterable[WeightFormat]) -> Iterator[Listed]:
+    """What linear layers of these formats launch, whatever their number of rows, and with a residual or without."""
+    for weight in formats:
+        layer = Linear(dtype, weight, WHOLE, WHOLE)
         if weight.is_float and dtype not in (weight.kind, "f32"):
             continue
         yield Listed(linear.vector_kernel(layer), 32 * linear.VECTOR_WARPS, linear.vector_shared(layer))
@@ -43,9 +44,9 @@ def linear_kernels(
 
 
 def all_linears(dtypes: Sequence[str] = ACTIVATIONS, *, expert_tiles: int = 4) -> Iterator[Listed]:
-    """Every combination of storage and ends with activations of these types; of experts, so many of the tiles."""
+    """Every combination of storage with activations of these types; of experts, so many of the tiles."""
     for dtype in dtypes:
-        yield from linear_kernels(dtype, (*CODES, *map(WeightFormat, ACTIVATIONS)), ENDS)
+        yield from linear_kernels(dtype, (*CODES, *map(WeightFormat, ACTIVATIONS)))
         yield Listed(linear.gather_kernel(dtype), linear.GATHER_THREADS)
         yield from _adapters(dtype, lora.RANKS)
     for dtype in dtypes:

@@ -17,9 +17,6 @@ from . import rows
 from .attend import (
     MERGE_ROWS,
     MERGE_THREADS,
-    SINKS,
-    SOFT_CAP,
-    WINDOW,
     Queries,
     choose_split,
     compute_of,
@@ -29,6 +26,7 @@ from .attend import (
 from .linear import Addresses, Linear
 from .source import Argument, Kernel
 from .tiles import choose_attend
+from .types import block_bits
 
 ACTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 CODES = {torch.float8_e4m3fn: "fp8_e4m3", torch.int8: "int8"}
@@ -124,12 +122,12 @@ class CudaOps:
         layer_offset: int,
     ) -> None:
         (count, heads, dim), counts = k.shape, _counts(k[..., 0, :])
-        kernel = rows.rope_store(ACTS[k.dtype], kv_format, dim, block_size, "none", norm=False)
+        kernel = rows.rope_store(ACTS[k.dtype], kv_format, dim)
         nothing = _p(None)
         arguments = (
             nothing, _p(k), _p(v), _p(arena), _p(tables), _p(slots), _p(positions), _p(counts),
             *(nothing,) * 7, _i64(arena.stride(0)), _i64(layer_offset), _i32(tables.shape[1]), _i32(0), _i32(heads),
-            _i32(0), _i32(heads * dim), _i32(dim), _f32(0.0), _f32(1.0),
+            _i32(0), _i32(heads * dim), _i32(0), _i32(0), _f32(0.0), _f32(1.0), _i32(block_bits(block_size)),
         )  # fmt: skip
         self.launcher.launch(kernel, (count, -(-heads // rows.HEADS_PER_BLOCK), 1), _THREADS, 0, arguments)
 
@@ -152,10 +150,9 @@ class CudaOps:
     ) -> torch.Tensor:
         _, heads, dim = q.shape
         act, group = ACTS[q.dtype], heads // kv_heads
-        flags = (WINDOW if window else 0) | (SOFT_CAP if soft_cap else 0) | (0 if sinks is None else SINKS)
         deterministic = torch.are_deterministic_algorithms_enabled()
         shape = choose_attend(
-            self.arch, act, compute_of(act, kv_format), kv_format, dim, block_size, flags,
+            self.arch, act, compute_of(act, kv_format), kv_format, dim, soft_cap=soft_cap != 0,
             prefill=not deterministic and max(queries) > 1,
         )  # fmt: skip
         firsts = [sum(queries[:i]) for i in range(len(queries))]
@@ -174,7 +171,8 @@ class CudaOps:
         arguments = (
             _p(out), _p(part_values), _p(part_scales), _p(q), _p(arena), _p(tables), _p(work), _p(counts), _p(sinks),
             _i64(arena.stride(0)), _i64(layer_offset), _i32(tables.shape[1]), _i32(heads * dim), _i32(heads * dim),
-            _i32(group), _i32(window), _f32(scale), _f32(soft_cap), _p(value_scales),
+            _i32(group), _i32(window), _f32(scale), _f32(soft_cap), _p(value_scales), _i32(shape.act_code),
+            _i32(block_bits(block_size)),
         )  # fmt: skip
         self.launcher.launch(shape.kernel, (len(plan.work), kv_heads, 1), shape.threads, shape.shared_bytes, arguments)
         if plan.parts:

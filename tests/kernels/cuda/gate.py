@@ -57,7 +57,7 @@ def measure(listed: Listed, arch: str, folder: Path = CUBINS) -> Row:
     blocks = blocks_per_sm(arch, listed.threads, resources.registers, listed.shared_bytes + resources.shared)
     row = {
         "registers": resources.registers,
-        "spills": resources.spill_stores + resources.spill_loads,
+        "spills": resources.spills,
         "shared": listed.shared_bytes + resources.shared,
         "warps_per_sm": blocks * (-(-listed.threads // 32)),
         "in_flight_per_sm": blocks * listed.in_flight,
