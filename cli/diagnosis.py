@@ -17,6 +17,7 @@ from ..engine.load.convert import rounding
 from ..engine.load.hub import Remotes, hub_download, resolve
 from ..engine.load.wheel import pip_download
 from ..engine.models.families import known_families
+from ..kernels.cpu.pages import STATE, large_pages_allowed
 from ..kernels.cuda import devices
 from ..kernels.device import Machine, default_threads, read_machine
 from ..kernels.errors import LlmctlError
@@ -30,6 +31,9 @@ NEEDED = (
     *("pyyaml", "pyzmq", "rich", "starlette", "tokenizers", "typer", "uvicorn", "uvloop"),
 )
 OPTIONAL = ("datasets", "torch", "transformers")
+
+_GIVEN = "for weights and KV cache"
+_NOT_GIVEN = f"not given by this system: decoding is slower (write `madvise` to {STATE})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,7 @@ class Diagnosis:
 
     version: str
     machine: Machine
+    large_pages: str
     threads: int
     isa: str
     kernels: tuple[Choice, ...]
@@ -88,6 +93,7 @@ def diagnose(environment: Environment) -> Diagnosis:
     return Diagnosis(
         version=__version__,
         machine=read_machine(),
+        large_pages=_GIVEN if large_pages_allowed() else _NOT_GIVEN,
         threads=default_threads(),
         isa=", ".join(dict.fromkeys(choice.isa for choice in found)),
         kernels=found,

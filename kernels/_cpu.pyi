@@ -11,6 +11,12 @@ def workspace_bytes() -> int: ...
 def probe(what: str, rounds: int, data: int, bytes: int) -> float:
     """Bytes read ("read") or operations done ("fma", "int16", "int8") by all threads in these rounds."""
 
+def ask_for_large_pages(data: int, bytes: int) -> bool:
+    """Ask that a mapping of `bytes` at `data` be read and mapped in large pages; False where there are none."""
+
+def move_to_large_pages(data: int, bytes: int) -> int:
+    """Put a copy on large pages in the place of a read-only mapping; 0, or an errno with everything as before."""
+
 class Batch:
     def __init__(
         self, counts: int, token: int, position: int, slot: int, seq_first: int, seq_rows: int, logit_rows: int

@@ -62,6 +62,7 @@ def show(console: Console, diagnosis: Diagnosis) -> None:
                 "memory",
                 f"{format_bytes(machine.memory_available)} available of {format_bytes(machine.memory_total)}",
             ],
+            ["large pages", diagnosis.large_pages],
             ["kernels", diagnosis.isa],
             *gpu_rows(diagnosis),
             ["own decoder", ", ".join(diagnosis.families)],

@@ -25,6 +25,7 @@ from typing import BinaryIO
 import msgspec
 
 from ...kernels.cpu.pack import LAYOUT_VERSION, pack
+from ...kernels.cpu.pages import LARGE_PAGE
 from ...kernels.errors import CheckpointError
 from ...kernels.ops import PANEL
 from ...quant.formats.stored import StoredTensor
@@ -59,6 +60,7 @@ log = logging.getLogger(__name__)
 TEMPORARY = ".building-"
 _NOT_EMPTY = (errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST)
 _CHUNK_ELEMENTS = 1 << 21
+_WRITE = 4 * LARGE_PAGE
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -160,7 +162,7 @@ def _write_entry(
     )
     (folder / TOKENIZER).write_bytes(tokenizer_json)
     (folder / CHAT).write_bytes(chat_json)
-    with (folder / WEIGHTS).open("wb") as file:
+    with (folder / WEIGHTS).open("wb", buffering=_WRITE) as file:
         _reserve(file, manifest.bytes)
         digest = hashlib.sha256()
         _write_tensors(checkpoint, manifest, file, digest, progress)
@@ -201,18 +203,29 @@ def _write_tensors(
     checkpoint: Checkpoint, manifest: Manifest, file: BinaryIO, digest: hashlib._Hash, progress: Progress
 ) -> None:
     """Everything behind the header, in order, with zeros between; all of it goes into the digest."""
-    file.seek(HEADER_BYTES)
+    file.write(bytes(HEADER_BYTES))
     position = HEADER_BYTES
     for tensor in manifest.tensors:
         progress(f"packing {manifest.name}", position, manifest.bytes)
         for part in itertools.chain(
             (memoryview(bytes(tensor.offset - position)),), _packed(checkpoint, tensor, manifest.dtype)
         ):
-            file.write(part)
+            _write_cut(file, part.cast("B"), position)
             digest.update(part)
             position += part.nbytes
         assert position == tensor.offset + tensor.bytes, (tensor, position)
     progress(f"packing {manifest.name}", position, manifest.bytes)
+
+
+def _write_cut(file: BinaryIO, part: memoryview, position: int) -> None:
+    """Write at `position`, the file's own, without ever crossing a multiple of its buffer: it goes out in whole ones.
+
+    What is written in large pieces at their multiples is kept in memory on large pages by file systems that can.
+    """
+    done = 0
+    while done < part.nbytes:
+        room = _WRITE - (position + done) % _WRITE
+        done += file.write(part[done : done + room])
 
 
 def _packed(checkpoint: Checkpoint, tensor: PackedTensor, dtype: str) -> Iterator[memoryview]:

@@ -18,9 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from ...kernels.cpu.pack import LAYOUT_VERSION
+from ...kernels.cpu.pages import ask_for_large_pages, settle_on_large_pages
 from ...kernels.errors import CheckpointError, UsageError
 from ...kernels.formats import parse_weight_format
-from ...kernels.ops import Batch, F32Array, I32Array, KVLayer, PackedWeight
+from ...kernels.ops import Batch, F32Array, I32Array, KVLayer, PackedWeight, U8Array
 from ...quant.formats.safetensors import INDEX_NAME, weight_files
 from ...quant.formats.stored import map_file
 from ..models.arch import DecoderSpec
@@ -50,7 +51,7 @@ _HEAD_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedModel:
-    """A model ready to run: `weights` and `vectors` are read-only views of one mapped file, by Hugging Face name.
+    """A model ready to run: `weights` and `vectors` are views of `mapped`, a read-only file, by Hugging Face name.
 
     Without `lm_head.weight` the head is the embedding. `roundings` tell what of the checkpoint is not kept. `digest` is
     the hash of everything the model is made of. `golden` are logits that it should give. `wide` are the inputs
@@ -61,6 +62,7 @@ class PackedModel:
     spec: DecoderSpec
     weights: Mapping[str, PackedWeight]
     vectors: Mapping[str, F32Array]
+    mapped: U8Array
     folder: Path
     chat: ChatInfo
     digest: str
@@ -80,6 +82,7 @@ class PackedModel:
 
     def build(self, batch: Batch, kv: Mapping[int, KVLayer], limits: Limits, kernels: str) -> Decoder:
         """Our decoder over these weights; `kv` is each layer's part of the cache."""
+        log.info("%s: weights on %s", self.name, settle_on_large_pages(self.mapped).value)
         return build_decoder(self.spec, self.weights, self.vectors, self.wide, batch, kv, limits, kernels)
 
 
@@ -217,6 +220,7 @@ def prune(cache: Path, keep: Collection[str] = ()) -> tuple[Entry, ...]:
 def _map(source: Source, folder: Path, manifest: Manifest) -> PackedModel:
     name = source.name
     data = map_file(folder / WEIGHTS)
+    ask_for_large_pages(data)
     if data.size != manifest.bytes:
         raise BadEntry(f"weights.bin has {data.size} bytes, expected {manifest.bytes}")
     weights: dict[str, PackedWeight] = {}
@@ -234,6 +238,6 @@ def _map(source: Source, folder: Path, manifest: Manifest) -> PackedModel:
     for rounding in manifest.roundings:
         log.info("%s: %s", name, rounding)
     return PackedModel(
-        name, manifest.spec, weights, vectors, folder, read_chat(folder), manifest.digest, manifest.roundings,
+        name, manifest.spec, weights, vectors, data, folder, read_chat(folder), manifest.digest, manifest.roundings,
         golden=read_golden(source),
     )  # fmt: skip

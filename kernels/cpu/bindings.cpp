@@ -14,6 +14,7 @@
 
 #include "kv_copy.hpp"
 #include "latent_stages.hpp"
+#include "pages.hpp"
 #include "probe.hpp"
 #include "program.hpp"
 #include "sampler.hpp"
@@ -73,6 +74,22 @@ void set_isa(const std::string& name) {
     known += (known.empty() ? "" : ", ") + std::string(table->isa);
   }
   refuse("no kernels for instruction set `" + name + "` on this CPU: " + known);
+}
+
+// ---- memory
+
+int move_pages(Address data, long bytes) {
+  const auto go_on = [] {
+    nb::gil_scoped_acquire held;
+    return PyErr_CheckSignals() == 0;
+  };
+  int error = 0;
+  {
+    nb::gil_scoped_release released;
+    error = move_to_large_pages(at<char>(data), bytes, go_on);
+  }
+  if (PyErr_Occurred()) throw nb::python_error();  // Ctrl-C: everything is as before
+  return error;
 }
 
 // ---- views
@@ -392,6 +409,10 @@ NB_MODULE(_cpu, m) {
   m.def("threads", [] { return Pool::instance().threads(); }, Released());
   m.def("set_threads", &set_threads, "threads"_a, Released());
   m.def("probe", &run_probe, "what"_a, "rounds"_a, "data"_a, "bytes"_a, Released());
+  m.def(
+      "ask_for_large_pages", [](Address data, long bytes) { return ask_for_large_pages(at<char>(data), bytes); },
+      "data"_a, "bytes"_a);
+  m.def("move_to_large_pages", &move_pages, "data"_a, "bytes"_a);
   m.def("workspace_bytes", [] { return Workspace::instance().floats() * sizeof(float); });
 
   nb::class_<Batch>(m, "Batch")

@@ -1,6 +1,7 @@
 """The packed cache: what is built is what the checkpoint says, and what is broken is built again."""
 
 import errno
+import io
 import json
 import multiprocessing
 import os
@@ -197,6 +198,28 @@ def test_rows_packed_a_few_at_a_time_are_the_weight_packed_at_once(tmp_path, cac
     assert parts.digest == whole.digest
     for name, weight in whole.weights.items():
         np.testing.assert_array_equal(weight.data, parts.weights[name].data)
+
+
+def test_the_file_is_written_in_whole_pieces_at_their_multiples(monkeypatch):
+    """What is written so is kept on large pages by file systems that can."""
+    pieces = []
+
+    class Disk(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, data):
+            pieces.append(bytes(data))
+            return len(pieces[-1])
+
+    monkeypatch.setattr(build, "_WRITE", 4096)
+    content = np.random.default_rng(0).bytes(100_000)
+    position, file = 0, io.BufferedWriter(Disk(), build._WRITE)
+    for size in (64, 1, 4031, 4096, 20_000, 0, 100, 8192, 63_516):
+        build._write_cut(file, memoryview(content)[position : position + size], position)
+        position += size
+    file.flush()
+    assert b"".join(pieces) == content and all(len(piece) == 4096 for piece in pieces[:-1])
 
 
 def test_quantized_weights_are_dequantized_for_a_float_dtype(tmp_path, cache):
