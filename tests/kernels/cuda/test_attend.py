@@ -50,6 +50,7 @@ SMALL = (
     Problem(decode("f16", "f16", "int8", fine=True), DECODE, 1, 4, 64, block=32),
     Problem(decode("f32", "f32", "f32"), DECODE, 1, 2, 128),
     Problem(decode("bf16", "f16", "fp8_e4m3"), DECODE, 1, 4, 64, block=128),
+    Problem(AttendShape("bf16", "f16", "fp8_e4m3", 32, 1, 4, 64, 2), DECODE, 1, 4, 64),  # 64 rows are copied at once
 )
 COMBINATIONS = [
     (act, compute, kv)
