@@ -140,6 +140,7 @@ def _needs(model: str, dtype: str, kv_cache_dtype: str, block_size: int) -> Mode
         windows=tuple(bool(spec.window(layer)) for layer in range(spec.num_layers)),
         head_norms=any("q_norm" in name for name in checkpoint.tensors),
         weights=tuple(dict.fromkeys(_linears(checkpoint.tensors.values(), act))),
+        experts=spec.experts is not None,
     )
 
 

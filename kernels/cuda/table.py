@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from ..formats import WeightFormat
 from . import rows
 from .attend import MERGE_THREADS, SINKS, SOFT_CAP, WINDOW, AttendShape, refusal
-from .linear_table import all_linears, linear_kernels, linear_representatives
+from .linear_table import all_linears, expert_kernels, linear_kernels, linear_representatives
+from .linear_tiles import expert_tiles
 from .listed import Listed
 from .tiles import SMS, choose_attend, missing, too_wide
 from .types import ACTIVATIONS, EIGHT_BIT_KV
@@ -39,6 +40,7 @@ class ModelNeeds:
     windows: tuple[bool, ...]  # whether there are layers without and with a window
     head_norms: bool
     weights: tuple[WeightFormat, ...] = ()  # of its linear layers, as they are multiplied
+    experts: bool = False
 
 
 def model_kernels(arch: str, needs: ModelNeeds) -> list[Listed]:
@@ -50,6 +52,7 @@ def model_kernels(arch: str, needs: ModelNeeds) -> list[Listed]:
         *_stores(needs.act, needs.kv, needs.head_dim, needs.block_size, "halves", norm=needs.head_norms),
         *_of_16_bits(needs.act),
         *linear_kernels(needs.act, needs.weights),
+        *(expert_kernels(needs.act, needs.weights, expert_tiles(arch)) if needs.experts else ()),
         *_shared(),
     ]
     for windowed in dict.fromkeys(needs.windows):
@@ -90,8 +93,7 @@ def representatives(arch: str) -> list[Listed]:
 
 def all_kernels(arch: str) -> list[Listed]:
     """Every combination of types, head sizes, block sizes and flags that the architecture has memory for."""
-    # The largest tile of experts would not stay in registers on the oldest.
-    listed = [*_shared(), *all_linears(activations(arch), expert_tiles=3 if arch == "sm_75" else 4)]
+    listed = [*_shared(), *all_linears(activations(arch), expert_tiles=expert_tiles(arch))]
     for act in activations(arch):
         listed.append(Listed(rows.embed(act), rows.ROW_THREADS))
         for width in WIDTHS:
