@@ -43,13 +43,15 @@ def find_model(config: EngineConfig, progress: Progress | None = None) -> Model:
     """The config's model, open. Raises LlmctlError if it cannot be found or read."""
     settings = environment()
     source = resolve_source(config.model, environment=settings, progress=progress)
+    gpu = _runs_on_gpu(config)
     return open_model(
         source,
         implementation=config.model_impl,
-        dtype=NATIVE if config.dtype == "auto" and _runs_on_gpu(config) else config.dtype,
+        dtype=NATIVE if config.dtype == "auto" and gpu else config.dtype,
         cache=settings.cache,
         progress=progress,
         rope_scaling=config.rope_scaling,
+        gpu=gpu,
     )
 
 

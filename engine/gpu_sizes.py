@@ -43,8 +43,17 @@ def gpu_workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int) ->
     rope = (1 if spec.rope_local is None else 2) * length * spec.head_dim * 4
     rows = config.max_num_batched_tokens * (read + written) * 4
     logit_rows = config.max_logit_rows * (3 * 4 * logits + 8 * MAX_TOP + 128)
+    rows += config.max_num_batched_tokens * _expert_bytes(spec)
     graphs = 0 if config.enforce_eager else GRAPH_BYTES
     return (
         rows + logit_rows + config.max_num_seqs * sequence + rope
         + PARTS_BYTES + _SUMS_BYTES + graphs + 2 * SLOT_BYTES
     )  # fmt: skip
+
+
+def _expert_bytes(spec: DecoderSpec) -> int:
+    """Of one row in a mixture of experts: its scores, who computes it and in which tile, and what each makes of it."""
+    experts = spec.experts
+    if experts is None:
+        return 0
+    return 4 * (experts.count + experts.chosen * (4 + experts.ffn_size + spec.hidden_size) + 3 * experts.shared_size)

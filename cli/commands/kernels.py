@@ -138,6 +138,7 @@ def _needs(model: str, dtype: str, kv_cache_dtype: str) -> ModelNeeds:
         hidden_size=spec.hidden_size,
         activation=spec.activation,
         weights=tuple(dict.fromkeys(_linears(checkpoint.tensors.values(), act))),
+        experts=spec.experts is not None,
     )
 
 

@@ -56,7 +56,8 @@ def plan(context: typer.Context, config: MemoryOptions, json: Json = False) -> N
         source, draft = sources(config, progress)
     if draft is not None and draft != source:
         check_same_vocabulary(vocabulary(draft), vocabulary(source))
-    config, gpu = settle(config, "transformers" if why_transformers(source, config.model_impl) else "llmctl")
+    why = why_transformers(source, config.model_impl, gpu=settle(config)[1] is not None)
+    config, gpu = settle(config, "transformers" if why else "llmctl")
     spec, size = described(source, config)
     beside = None if draft is None else model_size(draft, config)
     available, weights = read_machine().memory_available, size.bytes
@@ -94,7 +95,7 @@ def described(source: Source, config: EngineConfig) -> tuple[DecoderSpec, Packed
     """What the engine would make of the model."""
     from ...engine.load.model import why_transformers
 
-    why = why_transformers(source, config.model_impl)
+    why = why_transformers(source, config.model_impl, gpu=config.on_gpu)
     return outline_of_modules(source, why, config) if why else outline(source, config)
 
 

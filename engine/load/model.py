@@ -70,12 +70,13 @@ def open_model(
     cache: Path,
     progress: Progress | None,
     rope_scaling: RopeScaling | None = None,
+    gpu: bool = False,
 ) -> Model:
-    """The model in `source`, with another rope if one is asked for.
+    """The model in `source`, with another rope if one is asked for, to run on a GPU or on the CPU.
 
     UnsupportedModel if neither implementation, or not the one asked for, can run it.
     """
-    why = why_transformers(source, implementation)
+    why = why_transformers(source, implementation, gpu=gpu)
     if not why:
         model = open_packed(source, dtype=dtype, cache=cache, progress=progress)
         if rope_scaling is None:
@@ -97,18 +98,30 @@ def check_rope_scaling(source: Source, why: str, rope_scaling: RopeScaling | Non
         )
 
 
-def why_transformers(source: Source, implementation: str) -> str:
-    """Why transformers' modules compute this model, "" if our decoder does."""
+def why_transformers(source: Source, implementation: str, *, gpu: bool = False) -> str:
+    """Why transformers' modules compute this model, "" if our decoder does.
+
+    That computes mixtures of experts on a GPU only: UnsupportedModel if it is asked to compute one on the CPU.
+    """
     if implementation == "transformers":
         return "as `--model-impl transformers` asks"
-    if implementation == "llmctl" or source.kind != "hf":
+    if source.kind != "hf":
         return ""
     config = read_json(source.path / "config.json")
     try:
         part = language_part(config)
-        decoder_spec(config if part is None else part.config)
+        spec = decoder_spec(config if part is None else part.config)
     except UnsupportedModel as error:
+        if implementation == "llmctl":
+            return ""  # its loader says it
         return f"our decoder does not know it: {error.message}" + (f"; {error.hint}" if error.hint else "")
     except LlmctlError:
         return ""  # a broken config of a known family: our own loader says what is wrong
-    return ""
+    if spec.experts is None or gpu:
+        return ""
+    if implementation == "llmctl":
+        raise UnsupportedModel(
+            f"`{source.name}` is a mixture of experts, which `--model-impl llmctl` computes on a GPU only",
+            "use `--model-impl auto`, or `--device cuda`",
+        )
+    return "it is a mixture of experts, which our decoder computes on a GPU only"

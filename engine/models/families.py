@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from ...kernels.errors import CheckpointError, UnsupportedModel
-from .arch import MAX_CONTEXT, DecoderSpec, LatentSpec, RopeSpec
+from .arch import MAX_CONTEXT, DecoderSpec, ExpertSpec, LatentSpec, RopeSpec
 from .fields import Config, flag_field, float_field, int_field, shown
 from .rope_config import layered_ropes, rope_spec, scaled_context, yarn_scale
 
@@ -89,11 +89,12 @@ def decoder_tensors(spec: DecoderSpec) -> dict[str, TensorRule]:
     query = _Dim(spec.num_heads * spec.head_dim, ("num_attention_heads", "head_dim"))
     value = _Dim(spec.num_kv_heads * spec.head_dim, ("num_key_value_heads", "head_dim"))
     head = _Dim(spec.head_dim, ("head_dim",))
-    linears = {
+    dense = {
         "mlp.gate_proj": (ffn, hidden),
         "mlp.up_proj": (ffn, hidden),
         "mlp.down_proj": (hidden, ffn),
     }
+    linears: dict[str, tuple[_Dim, _Dim]] = {}
     norms: dict[str, _Dim] = {}
     if spec.latent is None:
         linears |= {
@@ -112,7 +113,10 @@ def decoder_tensors(spec: DecoderSpec) -> dict[str, TensorRule]:
     }
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
-        for name, (outputs, inputs) in linears.items():
+        experts = spec.experts_of(layer)
+        if experts is not None:
+            rules |= {f"{prefix}{name}": rule for name, rule in _expert_tensors(experts, hidden).items()}
+        for name, (outputs, inputs) in (linears | (dense if experts is None else {})).items():
             rules[f"{prefix}{name}.weight"] = _rule(outputs, inputs)
             rules[f"{prefix}{name}.bias"] = _rule(outputs, required=False)
         for name in ("input_layernorm", "post_attention_layernorm", *(_INNER_NORMS if spec.sandwich_norms else ())):
@@ -145,6 +149,25 @@ def _latent_tensors(
     return linears, norms | {"self_attn.q_a_layernorm": q_rank}
 
 
+def _expert_tensors(experts: ExpertSpec, hidden: _Dim) -> dict[str, TensorRule]:
+    """The tensors of a mixture of experts, by name in a layer."""
+    count = _Dim(experts.count, ("num_experts", "num_local_experts", "n_routed_experts"))
+    ffn = _Dim(experts.ffn_size, ("moe_intermediate_size", "intermediate_size"))
+    shared = _Dim(experts.shared_size, ("moe_intermediate_size", "n_shared_experts"))
+    shapes = dict(zip(experts.names, ((ffn, hidden), (ffn, hidden), (hidden, ffn)), strict=True))
+    rules = {f"{experts.place}.gate.weight": _rule(count, hidden)}
+    if experts.biased:
+        rules[f"{experts.place}.gate.e_score_correction_bias"] = _rule(count)
+    for expert in range(experts.count):
+        for name, shape in shapes.items():
+            rules[f"{experts.place}.experts.{expert}.{name}.weight"] = _rule(*shape)
+    if experts.shared_size:
+        for name in ("gate_proj", "up_proj"):
+            rules[f"{experts.place}.shared_experts.{name}.weight"] = _rule(shared, hidden)
+        rules[f"{experts.place}.shared_experts.down_proj.weight"] = _rule(hidden, shared)
+    return rules
+
+
 class _Dim(NamedTuple):
     size: int
     keys: tuple[str, ...]
@@ -163,6 +186,45 @@ def _mistral(config: Config) -> DecoderSpec:
     layers = int_field(config, "num_hidden_layers", high=MAX_LAYERS)
     window = _window(config, default=4096)
     return _spec(config, "mistral", _layer_windows(config, layers, window, first=0))
+
+
+def _mixtral(config: Config) -> DecoderSpec:
+    layers = int_field(config, "num_hidden_layers", high=MAX_LAYERS)
+    window = _window(config, default=0)
+    plain = _spec(config, "mixtral", _layer_windows(config, layers, window, first=0))
+    experts = ExpertSpec(
+        count=int_field(config, "num_local_experts"),
+        chosen=int_field(config, "num_experts_per_tok"),
+        ffn_size=plain.ffn_size,
+        normalize=True,
+        place="block_sparse_moe",
+        names=("w1", "w3", "w2"),
+    )
+    return msgspec.structs.replace(plain, experts=_checked(experts))
+
+
+def _qwen3_moe(config: Config) -> DecoderSpec:
+    plain = _spec(config, "qwen3_moe", _qwen_windows(config), default_head_dim=128)
+    step = int_field(config, "decoder_sparse_step", default=1)
+    only = config.get("mlp_only_layers") or []
+    if not isinstance(only, list):
+        raise CheckpointError(f"`mlp_only_layers` is {shown(only)}, expected a list of layers")
+    experts = ExpertSpec(
+        count=int_field(config, "num_experts" if "num_experts" in config else "num_local_experts"),
+        chosen=int_field(config, "num_experts_per_tok"),
+        ffn_size=int_field(config, "moe_intermediate_size"),
+        normalize=flag_field(config, "norm_topk_prob", default=False),
+        dense=tuple(layer for layer in range(plain.num_layers) if layer in only or (layer + 1) % step),
+    )
+    return msgspec.structs.replace(plain, experts=_checked(experts))
+
+
+def _checked(experts: ExpertSpec) -> ExpertSpec:
+    if experts.chosen > experts.count:
+        raise CheckpointError(
+            f"`num_experts_per_tok` is {experts.chosen}, more than there are experts, which is {experts.count}"
+        )
+    return experts
 
 
 def _qwen2(config: Config) -> DecoderSpec:
@@ -258,6 +320,8 @@ _FAMILIES: dict[str, Callable[[Config], DecoderSpec]] = {
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
     "gemma3_text": _gemma3,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,

@@ -666,6 +666,7 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
   const int kv_head = blockIdx.y, kv_heads = gridDim.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   constexpr bool kExact = kSame<Act, float>;
   constexpr int kVecs = (kHeadDim + 127) / 128;  // of four dimensions, a lane
+  constexpr int kAtOnce = kVecs > 2 ? 2 : 4;     // parts under way; more of a wide one would not stay in registers
   float* shared = reinterpret_cast<float*>(dynamic_shared());  // [kMergeWarps][kHeadDim], then each warp's top and weights
   float* warp_scales = shared + kMergeWarps * kHeadDim;
   for (int r = blockIdx.z; r < kRows; r += kMergeRows) {
@@ -677,7 +678,7 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
     for (int p = lane; p < item.count; p += 32) top = fmaxf(top, part_scales[2 * (first + p * stride)]);
     top = max_lanes(top);
     float weights = 0, v[kVecs][4] = {};
-#pragma unroll 4
+#pragma unroll kAtOnce
     for (int p = warp; p < item.count; p += kMergeWarps) {
       const int64_t place = first + p * stride;
       const float share = exp2_of<kExact>(part_scales[2 * place] - top);

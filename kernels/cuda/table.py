@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from ..formats import WeightFormat
 from . import rows
 from .attend import COMPUTE, MERGE_THREADS, AttendShape, refusal
-from .linear_table import all_linears, linear_kernels, linear_representatives
+from .linear_table import all_linears, expert_kernels, linear_kernels, linear_representatives
+from .linear_tiles import expert_tiles
 from .listed import Listed
 from .tiles import SMS, choose_attend, head_dims, missing
 from .types import ACTIVATIONS, EIGHT_BIT_KV, HEAD_DIMS
@@ -32,6 +33,7 @@ class ModelNeeds:
     hidden_size: int
     activation: str
     weights: tuple[WeightFormat, ...] = ()  # of its linear layers, as they are multiplied
+    experts: bool = False
 
 
 def model_kernels(arch: str, needs: ModelNeeds) -> list[Listed]:
@@ -43,6 +45,7 @@ def model_kernels(arch: str, needs: ModelNeeds) -> list[Listed]:
         *_stores(needs.act, needs.kv, needs.head_dim),
         *_of_16_bits(needs.act),
         *linear_kernels(needs.act, needs.weights),
+        *(expert_kernels(needs.act, needs.weights, expert_tiles(arch)) if needs.experts else ()),
         *_shared(),
     ]
     for prefill in (False, True):
@@ -84,8 +87,7 @@ def all_kernels(arch: str) -> list[Listed]:
     (test_table.py). Whatever else a template could be is left out: gated ends of dense layers, norms that quantize a
     sum, and soft caps, which no model that runs here has; the op for torch compiles those when it is asked for one.
     """
-    # The largest tile of experts would not stay in registers on the oldest.
-    listed = [*_shared(), *all_linears(activations(arch), expert_tiles=3 if arch == "sm_75" else 4)]
+    listed = [*_shared(), *all_linears(activations(arch), expert_tiles=expert_tiles(arch))]
     for act in activations(arch):
         listed.append(Listed(rows.embed(act), rows.ROW_THREADS))
         for width in WIDTHS:

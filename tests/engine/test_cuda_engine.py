@@ -20,7 +20,7 @@ from llmctl.kernels.cuda.emulate import compiler
 from llmctl.kernels.cuda.host_driver import HostDriver, Recorded
 from llmctl.kernels.errors import CapacityError, LlmctlError
 
-from .tiny import write_checkpoint
+from .tiny import EXPERTS, write_checkpoint
 
 BUILDS = Path(__file__).resolve().parents[2] / "build" / "emulated"
 OPTIONS = {"max_model_len": 96, "num_gpu_blocks_override": 24, "block_size": 16, "max_num_batched_tokens": 32}
@@ -79,6 +79,18 @@ def test_the_tokens_are_those_of_the_cpu(driver: HostDriver, model: Path, option
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
     assert found[3].cumulative_logprob == pytest.approx(expected[3].cumulative_logprob, abs=1e-4)
     assert any(call.name == "replay" for call in driver.calls) != bool(options)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_give_the_tokens_of_the_modules_on_a_cpu(driver: HostDriver, tmp_path: Path, family: str) -> None:
+    model = write_checkpoint(tmp_path, family)
+    expected = tokens(model, "cpu")
+    assert tokens(model, "cuda", deterministic=True, enforce_eager=True) == expected
+    driver.calls.clear()
+    assert tokens(model, "cuda") == expected
+    assert any(call.name == "replay" for call in driver.calls)
+    with pytest.raises(LlmctlError, match="computes on a GPU only"):
+        tokens(model, "cpu", model_impl="llmctl")
 
 
 def test_preemption_and_pinned_swap_space_change_no_token(driver: HostDriver, model: Path) -> None:

@@ -104,6 +104,20 @@ FOREIGN: dict[str, transformers.PretrainedConfig] = {
 }
 
 
+# Mixtures of experts, which our decoder computes on a GPU and transformers' modules on a CPU.
+_EXPERTS = {**SHAPE, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_experts_per_tok": 2}
+EXPERTS: dict[str, transformers.PretrainedConfig] = {
+    "mixtral-wide": transformers.MixtralConfig(**_EXPERTS, num_local_experts=4),
+    "qwen3-moe": transformers.Qwen3MoeConfig(
+        **{**_EXPERTS, "num_hidden_layers": 3, "num_experts_per_tok": 3},
+        num_experts=6,
+        moe_intermediate_size=32,
+        mlp_only_layers=[1],
+        norm_topk_prob=True,
+    ),
+}
+
+
 def write_tokenizer(folder: Path) -> None:
     """A byte-level tokenizer without merges: one token per byte, three special tokens in front."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -121,7 +135,7 @@ def write_tokenizer(folder: Path) -> None:
 
 def write_checkpoint(folder: Path, family: str, seed: int = 7, dtype: torch.dtype = torch.float32) -> Path:
     """A random model of this family with every tensor away from its trivial value (norms and biases too)."""
-    model = transformers.AutoModelForCausalLM.from_config((FAMILIES | LATENT | FOREIGN)[family])
+    model = transformers.AutoModelForCausalLM.from_config((FAMILIES | LATENT | FOREIGN | EXPERTS)[family])
     randomize(model, seed)
     model.to(dtype).save_pretrained(folder)
     write_tokenizer(folder)
