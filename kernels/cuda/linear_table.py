@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..formats import WeightFormat
 from . import linear, lora, moe
 from .linear import End, Linear
-from .linear_tiles import NARROW_TILES, TILES, Tile, shared_bytes, stage_bytes, tiles_of
+from .linear_tiles import TILES, Tile, shared_bytes, stage_bytes, tiles_of
 from .listed import Listed
 from .source import Kernel
 from .types import ACTIVATIONS, ELEMENTS
@@ -91,8 +91,7 @@ def expert_kernels(dtype: str, formats: Iterable[WeightFormat], most_tiles: int 
             yield Listed(linear.fma_kernel(layer, grouped=True), linear.FMA_THREADS, linear.FMA_SHARED)
         else:
             yield from (_mma(layer, tile, grouped=True) for tile in tiles_of(weight)[:most_tiles])
-    yield Listed(moe.combine_kernel(dtype, add=False), moe.COMBINE_THREADS)
-    for rows in dict.fromkeys(tile.rows for tile in (*TILES, *NARROW_TILES)):
+    for rows in moe.TILE_ROWS[:most_tiles]:
         yield Listed(moe.group_kernel(rows), moe.GROUP_THREADS, 8 * moe.MAX_EXPERTS)
 
 

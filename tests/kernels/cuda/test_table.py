@@ -14,6 +14,7 @@ import pytest
 from llmctl.kernels import registry
 from llmctl.kernels.cuda import register
 from llmctl.kernels.cuda.call import Call
+from llmctl.kernels.cuda.experts_op import ExpertsOp, _layers
 from llmctl.kernels.cuda.jit import ARCHITECTURES, architecture
 from llmctl.kernels.cuda.linear_table import CODES, WHOLE
 from llmctl.kernels.cuda.register import LinearOp
@@ -26,6 +27,7 @@ from llmctl.kernels.ops import (
     ActMulArgs,
     AttendArgs,
     EmbedArgs,
+    ExpertsArgs,
     KeySteering,
     KVLayer,
     LinearArgs,
@@ -41,6 +43,7 @@ CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 TYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.uint16))
 KINDS = ("f32", "f16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int16")
 BATCH = make_batch(4, 2, 4, (np.zeros((2, 8), np.int32),))
+FORMATS = (*CODES, *(WeightFormat(kind) for kind in ("f32", "f16", "bf16")))
 ROWS = (1, 2, 16, 17, 32, 33, 64, 65, 128, 129, 4096)
 
 
@@ -154,21 +157,33 @@ def test_all_that_is_done_to_rows_is_registered(asked: Asked, registered: set[Ke
                 assert kernels_of(op, args) <= registered, (op, dtype, width)
 
 
-def test_all_linear_layers_are_registered(asked: Asked, registered: set[Kernel]) -> None:
-    arch, found = architecture(*asked.capability), set()
-    formats = (*CODES, *(WeightFormat(kind) for kind in ("f32", "f16", "bf16")))
-    for dtype, weight, inputs, add in itertools.product(TYPES, formats, (WHOLE, 40960), (False, True)):
-        whole = dataclasses.replace(weight, group=inputs) if weight.group == WHOLE else weight
-        packed = PackedWeight(whole, 64, inputs, np.zeros(0, np.uint8), np.zeros(inputs, np.int32))
+def test_all_linear_layers_and_experts_are_registered(asked: Asked, registered: set[Kernel]) -> None:
+    found: set[Kernel] = set()
+    for dtype, weight, inputs, add in itertools.product(TYPES, FORMATS, (WHOLE, 40960), (False, True)):
+        packed = dataclasses.replace(packed_weight(weight, 64, inputs), order=np.zeros(inputs, np.int32))
         args = LinearArgs(BATCH, act_of(inputs, dtype), packed, None, np.zeros((4, 64), dtype), add, False)
         for asked.deterministic in (False, True):
             if accepted("linear", args):
                 op = LinearOp(args, register._layer(args), asked, 16, 0, 16)
                 found |= {call.kernel for rows in ROWS for call in op._calls(rows)}
-    assert found <= registered
-    dense = {kernel for kernel in registered if kernel.template in ("linear_vector", "linear_fma", "linear_mma")}
-    grouped = {kernel for kernel in dense if kernel.expression.endswith(", true>")}
-    assert dense - grouped - found == set(), arch
+    for dtype, weight, score in itertools.product(TYPES, FORMATS, ("softmax", "sigmoid")):
+        router, gate, down = (packed_weight(weight, n, k) for n, k in ((8, 256), (384, 256), (256, 384)))
+        act, out = act_of(256, dtype), np.zeros((4, 256), dtype)
+        many = (8 * (gate,), 8 * (gate,), 8 * (down,))
+        experts = ExpertsArgs(BATCH, act, router, None, *many, 2, score, True, 1.0, "silu", out)
+        for asked.deterministic in (False, True):
+            if accepted("experts", experts):
+                mixture = ExpertsOp(experts, asked, *_layers(experts), (16, 16, 16), 0)
+                found |= {call.kernel for rows in ROWS for call in mixture._calls(rows)}
+    assert found - registered == set()
+    headers = {kernel.header for kernel in found}
+    assert {kernel for kernel in registered if kernel.header in headers} - found == set()
+
+
+def packed_weight(format: WeightFormat, n: int, k: int) -> PackedWeight:
+    """Without its bytes; one group per output where `format` has WHOLE."""
+    whole = dataclasses.replace(format, group=k) if format.group == WHOLE else format
+    return PackedWeight(whole, n, k, np.zeros(0, np.uint8))
 
 
 def kernels_of(op: str, args: object) -> set[Kernel]:
