@@ -227,10 +227,9 @@ LLMCTL_DEVICE void finish_row(void* out, int act, int64_t at, float (&v)[4], flo
     return;
   }
   finish_values<false>(v, top, weights, sinks, head, value_scale);
-  if (act == kHalfAct) {
-    store_four(static_cast<Half*>(out) + at, v);
-  } else {
-    store_four(static_cast<Bf16*>(out) + at, v);
+  if (act == kHalfAct) store_four(static_cast<Half*>(out) + at, v);
+  if constexpr (kHasBf16) {
+    if (act != kHalfAct) store_four(static_cast<Bf16*>(out) + at, v);
   }
 }
 

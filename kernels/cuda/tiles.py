@@ -97,8 +97,8 @@ def choose_attend(
                 if 2 * (shape.shared_bytes + sm.reserved) <= sm.shared:
                     return shape
     for warps_m, warps_n, tile in _PREFILL if prefill else _DECODE:
-        if prefill and compute == "f32" and tile > max(16, 128 - head_dim):
-            continue  # sums and scores in two halves each would not stay in registers
+        if prefill and tile > _most_tokens(compute, kv, head_dim):
+            continue
         shape = AttendShape(act, compute, kv, head_dim, warps_m, warps_n, tile, 2, fine, soft_cap)
         if shape.shared_bytes <= sm.block_shared:
             return shape
@@ -106,6 +106,13 @@ def choose_attend(
         f"attention with {head_dim} dimensions of {kv} does not fit into the {sm.block_shared} bytes of {arch}",
         "use `--dtype bfloat16`, or a KV cache of 8 bits",
     )
+
+
+def _most_tokens(compute: str, kv: str, head_dim: int) -> int:
+    """Of a step of prefill, for sums, scores and scales to stay in registers."""
+    if compute == "f32":
+        return max(16, 128 - head_dim)
+    return 32 if kv == "int8" and head_dim > 192 else 64
 
 
 def blocks_per_sm(arch: str, threads: int, registers: int, shared_bytes: int) -> int:

@@ -26,7 +26,7 @@ from .attend import (
 from .linear import Addresses, Linear
 from .source import Argument, Kernel
 from .tiles import choose_attend
-from .types import block_bits
+from .types import block_bits, refuse_heads
 
 ACTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 CODES = {torch.float8_e4m3fn: "fp8_e4m3", torch.int8: "int8"}
@@ -122,6 +122,7 @@ class CudaOps:
         layer_offset: int,
     ) -> None:
         (count, heads, dim), counts = k.shape, _counts(k[..., 0, :])
+        _check_heads("store_kv", dim, block_size)
         kernel = rows.rope_store(ACTS[k.dtype], kv_format, dim)
         nothing = _p(None)
         arguments = (
@@ -149,6 +150,7 @@ class CudaOps:
         value_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         _, heads, dim = q.shape
+        _check_heads("paged_attention", dim, block_size)
         act, group = ACTS[q.dtype], heads // kv_heads
         deterministic = torch.are_deterministic_algorithms_enabled()
         shape = choose_attend(
@@ -193,6 +195,11 @@ class CudaOps:
             _p(out), _p(x), _p(residual), _p(weight), _p(None), _p(counts), _i32(width), _f32(eps)
         )  # fmt: skip
         self.launcher.launch(kernel, (count, 1, 1), threads, threads // 32 * 4, arguments)
+
+
+def _check_heads(name: str, head_dim: int, block_size: int) -> None:
+    if (reason := refuse_heads(head_dim, block_size)) is not None:
+        raise UsageError(f"llmctl::{name}: {reason}")
 
 
 def _rows(x: torch.Tensor) -> tuple[int, int]:

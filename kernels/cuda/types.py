@@ -1,4 +1,4 @@
-"""How formats and dtypes are called in the kernels' text."""
+"""How formats and dtypes are called in the kernels' text, and which sizes of heads and blocks there are kernels for."""
 
 from __future__ import annotations
 
