@@ -451,6 +451,8 @@ class KVCopyArgs:
     """`copy(source, target, tokens)`: the first `tokens` positions of one block to another, in layers side by side.
 
     The first of them begins `layer_offset` bytes into the block.
+
+    latent  a block holds rows for both K and V, as LatentArgs says
     """
 
     arena: U8Array
@@ -461,6 +463,7 @@ class KVCopyArgs:
     head_dim: int
     format: KVFormat
     layer_offset: int = 0
+    latent: bool = False
 
 
 # One record per logits row. Addresses point at arrays that the caller keeps alive.

@@ -139,6 +139,7 @@ def _needs(model: str, dtype: str, kv_cache_dtype: str) -> ModelNeeds:
         activation=spec.activation,
         weights=tuple(dict.fromkeys(_linears(checkpoint.tensors.values(), act))),
         experts=spec.experts is not None,
+        latent=None if spec.latent is None else (spec.num_heads, spec.latent.kv_rank, spec.latent.rope_dim),
     )
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from ...kernels.errors import LlmctlError, UnsupportedModel
 from ...kernels.ops import Batch, KVLayer
+from ..gpu_support import check_on_gpu, check_weights_on_gpu
 from ..models.arch import DecoderSpec
 from ..models.decoder import Decoder, Limits
 from ..models.families import decoder_spec, language_part
@@ -70,15 +71,22 @@ def open_model(
     cache: Path,
     progress: Progress | None,
     rope_scaling: RopeScaling | None = None,
-    gpu: bool = False,
+    gpu: str = "",
 ) -> Model:
-    """The model in `source`, with another rope if one is asked for, to run on a GPU or on the CPU.
+    """The model in `source`, with another rope if one is asked for.
+
+    `gpu` is the architecture of the GPU that shall run it, "" for the CPU.
 
     UnsupportedModel if neither implementation, or not the one asked for, can run it.
     """
-    why = why_transformers(source, implementation, gpu=gpu)
+    why = why_transformers(source, implementation, gpu=bool(gpu))
     if not why:
+        if gpu and source.kind == "hf":  # before it is packed
+            check_on_gpu(source.name, _spec_of(source), gpu)
         model = open_packed(source, dtype=dtype, cache=cache, progress=progress)
+        if gpu:
+            check_on_gpu(source.name, model.spec, gpu)
+            check_weights_on_gpu(source.name, model.spec, model.weights)
         if rope_scaling is None:
             return model
         return dataclasses.replace(model, spec=overridden(model.spec, rope_scaling))
@@ -107,10 +115,8 @@ def why_transformers(source: Source, implementation: str, *, gpu: bool = False) 
         return "as `--model-impl transformers` asks"
     if source.kind != "hf":
         return ""
-    config = read_json(source.path / "config.json")
     try:
-        part = language_part(config)
-        spec = decoder_spec(config if part is None else part.config)
+        spec = _spec_of(source)
     except UnsupportedModel as error:
         if implementation == "llmctl":
             return ""  # its loader says it
@@ -125,3 +131,10 @@ def why_transformers(source: Source, implementation: str, *, gpu: bool = False) 
             "use `--model-impl auto`, or `--device cuda`",
         )
     return "it is a mixture of experts, which our decoder computes on a GPU only"
+
+
+def _spec_of(source: Source) -> DecoderSpec:
+    """What the config of a folder describes."""
+    config = read_json(source.path / "config.json")
+    part = language_part(config)
+    return decoder_spec(config if part is None else part.config)

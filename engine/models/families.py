@@ -289,14 +289,10 @@ def _deepseek_v3(config: Config) -> DecoderSpec:
 
 
 def _deepseek(config: Config, family: str, first_dense: int, interleaved: bool) -> DecoderSpec:
-    """A DeepSeek model whose layers are all dense: what its experts would need is not here."""
+    """A DeepSeek model, of whose experts all are in one group."""
     layers = int_field(config, "num_hidden_layers", high=MAX_LAYERS)
     dense = int_field(config, "first_k_dense_replace", default=first_dense, low=0)
-    if dense < layers:
-        raise UnsupportedModel(
-            f"layers from {dense} on are mixtures of experts (`first_k_dense_replace`)",
-            "a DeepSeek model whose layers are all dense can be run",
-        )
+    experts = _deepseek_experts(config, dense, family) if dense < layers else None
     latent = LatentSpec(
         kv_rank=int_field(config, "kv_lora_rank"),
         q_rank=0 if config.get("q_lora_rank") is None else int_field(config, "q_lora_rank"),
@@ -312,7 +308,36 @@ def _deepseek(config: Config, family: str, first_dense: int, interleaved: bool) 
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     sharper = float_field(found, "mscale_all_dim", default=1e-9) if isinstance(found, dict) else 1e-9
     scale = yarn_scale(rope.factor, sharper) if rope.kind != "default" else 1.0
-    return msgspec.structs.replace(plain, latent=latent, query_scale=head_dim**-0.5 * scale * scale)
+    return msgspec.structs.replace(plain, latent=latent, query_scale=head_dim**-0.5 * scale * scale, experts=experts)
+
+
+def _deepseek_experts(config: Config, dense: int, family: str) -> ExpertSpec:
+    """The experts of layers from `dense` on, with those that compute every token beside them."""
+    third = family == "deepseek_v3"
+    groups = 1 if config.get("n_group") is None else int_field(config, "n_group")
+    if groups != 1 or int_field(config, "moe_layer_freq", default=1) != 1:
+        raise UnsupportedModel(
+            f"layers from {dense} on are mixtures of experts that are chosen in {groups} groups (`n_group`), or not in "
+            "every layer (`moe_layer_freq`)",
+            "mixtures whose experts are all in one group can be run",
+        )
+    normalize = flag_field(config, "norm_topk_prob", default=third)
+    if normalize and not third:
+        raise UnsupportedModel("`norm_topk_prob` is true", "in DeepSeek-V2 the weights of experts are not normalized")
+    ffn = int_field(config, "moe_intermediate_size")
+    return _checked(
+        ExpertSpec(
+            count=int_field(config, "n_routed_experts" if "n_routed_experts" in config else "num_local_experts"),
+            chosen=int_field(config, "num_experts_per_tok"),
+            ffn_size=ffn,
+            normalize=normalize,
+            score="sigmoid" if third else "softmax",
+            scale=float_field(config, "routed_scaling_factor", default=2.5 if third else 1.0),
+            biased=third,
+            dense=tuple(range(dense)),
+            shared_size=ffn * int_field(config, "n_shared_experts", default=1 if third else 2),
+        )
+    )
 
 
 _FAMILIES: dict[str, Callable[[Config], DecoderSpec]] = {

@@ -105,8 +105,6 @@ def refuse_experts(args: ExpertsArgs) -> str | None:
         return reason
     if args.activation != "silu":
         return f"experts with activation {args.activation}"
-    if args.score not in moe.SCORES:
-        return f"scores by {args.score}"
     if args.router.n % 2 != 0:
         return f"{args.router.n} experts, an odd number"
     for weights in ((*args.gate, *args.up), args.down):
@@ -140,9 +138,8 @@ def build_experts(args: ExpertsArgs, machine: Machine) -> tuple[ExpertsOp]:
 def _layers(args: ExpertsArgs) -> tuple[Routing, Linear, Linear, Linear]:
     """The routing, and the linear layers of scores, of gates and ups, and back."""
     dtype, hidden, ffn = DTYPES[args.act.values.dtype], args.router.k, args.gate[0].n
-    score = "softmax" if args.score == "softmax" else "sigmoid"
     return (
-        Routing(dtype, args.router.n, args.choices, score, args.normalize, args.scale),  # type: ignore[arg-type]
+        Routing(dtype, args.router.n, args.choices, args.score, args.normalize, args.scale),
         Linear(dtype, args.router.format, args.router.n, hidden, stride=args.router.n),
         Linear(dtype, args.gate[0].format, 2 * ffn, hidden, "silu"),
         Linear(dtype, args.down[0].format, hidden, ffn, stride=args.out.shape[1]),

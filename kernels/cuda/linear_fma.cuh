@@ -34,8 +34,10 @@ __global__ void __launch_bounds__(128, 1)
   const int my_rows = tid / 16 * 4, my_panel = first_panel + tid % 16 / 4, my_t = tid % 4;  // of the sums
   const int decoded = min(first_panel + warp, panels - 1), weighed = min(my_panel, panels - 1);
 
+  const bool batched = kGrouped && row_ids == nullptr;
+  const int tile = static_cast<int>(blockIdx.y);
+  const int expert = !kGrouped ? 0 : batched ? tile % row_divisor : tile_expert[tile];
   if constexpr (kGrouped) {
-    const int expert = tile_expert[blockIdx.y];
     if (expert < 0) return;
     codes += expert * code_stride;
     scales = reinterpret_cast<const Scale*>(reinterpret_cast<const unsigned char*>(scales) + expert * scale_stride);
@@ -44,6 +46,10 @@ __global__ void __launch_bounds__(128, 1)
   }
   // Row of y, -1 for none.
   const auto row_of = [&](int r) {
+    if (batched) {
+      const int row = tile / row_divisor * kFmaRows + r;
+      return row < rows ? row * row_divisor + expert : -1;
+    }
     if constexpr (kGrouped) return row_ids[first_row + r];
     return first_row + r < rows ? first_row + r : -1;
   };
@@ -55,7 +61,7 @@ __global__ void __launch_bounds__(128, 1)
       const int r = i / (kUnitInputs / 4), column = i % (kUnitInputs / 4) * 4, k = step * kUnitInputs + column;
       const int row = row_of(r);
       const bool valid = row >= 0 && k < inputs;
-      const long source = kGrouped ? row / row_divisor : row;
+      const long source = kGrouped && !batched ? row / row_divisor : row;
       store_vec(row_tile + r * kRowStride + column, valid ? load_vec<Vec4>(x + source * inputs + k) : Vec4{});
     }
     Vec4 unit[kUnitVectors<W>];

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from ..formats import WeightFormat
 from . import pack
@@ -46,13 +45,15 @@ class Routing:
     dtype: str
     experts: int
     choices: int
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: str = "softmax"  # a key of SCORES
     normalize: bool = True
     scale: float = 1.0
 
 
 def refusal(routing: Routing) -> str | None:
     """Why no kernel serves this routing, None if one does."""
+    if routing.score not in SCORES:
+        return f"scores by {routing.score}; {', '.join(SCORES)} are known"
     if not 0 < routing.experts <= MAX_EXPERTS:
         return f"{routing.experts} experts are more than {MAX_EXPERTS}"
     if not 0 < routing.choices <= min(MAX_CHOICES, routing.experts):

@@ -21,6 +21,7 @@ from ..ops import (
     AttendArgs,
     EmbedArgs,
     ExpertsArgs,
+    LatentArgs,
     LinearArgs,
     NormAddArgs,
     NormArgs,
@@ -32,6 +33,7 @@ from .attend import compute_of
 from .call import Call
 from .experts_op import build_experts, refuse_experts
 from .jit import architecture
+from .latent_op import build_latent, refuse_latent
 from .library import build_library, refuse_library
 from .linear import Addresses, Linear
 from .linear_tiles import shared_limit
@@ -65,7 +67,7 @@ def entries() -> tuple[Entry, ...]:
         ("embed", steps.refuse_embed, steps.build_embed, "rows.cuh"),
         ("norm", steps.refuse_norm, steps.build_norm, "rows.cuh"),
         ("norm_add", steps.refuse_norm_add, steps.build_norm_add, "rows.cuh"),
-        ("latent", steps.refuse_latent, steps.build_latent, "steps.py"),
+        ("latent", refuse_latent, build_latent, "latent.cuh"),
         ("rope_store", steps.refuse_rope_store, steps.build_rope_store, "rope_store.cuh"),
         ("attend", steps.refuse_attend, steps.build_attend, "attend.cuh"),
         ("experts", refuse_experts, build_experts, "moe.cuh"),
@@ -106,7 +108,7 @@ def _refuse_types(capability: tuple[int, int], args: Any) -> str | None:
             dtype = DTYPES.get(args.act.values.dtype)
         case NormArgs() | NormAddArgs():
             dtype = DTYPES.get(args.x.dtype)
-        case RopeStoreArgs() | AttendArgs():
+        case RopeStoreArgs() | AttendArgs() | LatentArgs():
             dtype = DTYPES.get(args.q.dtype)
         case EmbedArgs():
             dtype = DTYPES.get(args.out.dtype)

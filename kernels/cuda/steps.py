@@ -28,7 +28,6 @@ from ..ops import (
     KVCopy,
     KVCopyArgs,
     KVLayer,
-    LatentArgs,
     NormAddArgs,
     NormArgs,
     PackedWeight,
@@ -131,14 +130,6 @@ def build_norm_add(args: NormAddArgs, machine: Machine) -> tuple[StepOp]:
     return (StepOp(machine, args.batch, ROWS, lambda rows: [Call(kernel, (rows, 1, 1), threads, shared, fixed)]),)
 
 
-def refuse_latent(args: LatentArgs) -> str | None:
-    return "attention on latents runs on the CPU alone"
-
-
-def build_latent(args: LatentArgs, machine: Machine) -> tuple[StepOp]:
-    raise AssertionError("an entry that refuses was built")
-
-
 def refuse_act_mul(args: ActMulArgs) -> str | None:
     if args.activation not in kernels.ACTIVATION:
         return f"activation {args.activation}"
@@ -233,7 +224,8 @@ def refuse_kv_copy(args: KVCopyArgs) -> str | None:
 
 
 def build_kv_copy(args: KVCopyArgs, machine: Machine) -> KVCopy:
-    row, halves = args.head_dim * args.format.bytes_per_value, args.num_layers * args.num_kv_heads * 2
+    row = args.head_dim * args.format.bytes_per_value
+    halves = args.num_layers * args.num_kv_heads * (1 if args.latent else 2)
 
     def copy(source: int, target: int, tokens: int) -> None:
         copies = machine.send(np.array([source, target, tokens], np.int32))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ..formats import WeightFormat
 from . import rows
 from .attend import COMPUTE, MERGE_THREADS, AttendShape, refusal
+from .latent_table import all_latents, heads_kernels, latent_kernels
 from .linear_table import all_linears, expert_kernels, linear_kernels, linear_representatives
 from .linear_tiles import expert_tiles
 from .listed import Listed
@@ -34,6 +35,7 @@ class ModelNeeds:
     activation: str
     weights: tuple[WeightFormat, ...] = ()  # of its linear layers, as they are multiplied
     experts: bool = False
+    latent: tuple[int, int, int] | None = None  # heads, rank, and values of a rotated key
 
 
 def model_kernels(arch: str, needs: ModelNeeds) -> list[Listed]:
@@ -42,12 +44,15 @@ def model_kernels(arch: str, needs: ModelNeeds) -> list[Listed]:
         Listed(rows.embed(needs.act), rows.ROW_THREADS),
         *_norms(needs.act, needs.hidden_size),
         *_gated(needs.act, needs.activation),
-        *_stores(needs.act, needs.kv, needs.head_dim),
         *_of_16_bits(needs.act),
         *linear_kernels(needs.act, needs.weights),
         *(expert_kernels(needs.act, needs.weights, expert_tiles(arch)) if needs.experts else ()),
         *_shared(),
     ]
+    if needs.latent is not None:
+        listed += latent_kernels(arch, needs.act, *needs.latent)
+        return _fitting((*listed, *heads_kernels(needs.act, expert_tiles(arch))), arch)
+    listed += _stores(needs.act, needs.kv, needs.head_dim)
     for prefill in (False, True):
         listed += _attention(
             choose_attend(arch, needs.act, needs.compute, needs.kv, needs.head_dim, soft_cap=False, prefill=prefill)
@@ -66,6 +71,7 @@ def representatives(arch: str) -> list[Listed]:
         *_gated(act, "silu"),
         *_stores(act, "fp8_e4m3", 128),
         *_shared(),
+        *all_latents(arch, act),
     ]
     for of, compute, kv, soft_cap, prefill in (
         ("bf16", "bf16", "bf16", False, False),
@@ -97,6 +103,7 @@ def all_kernels(arch: str) -> list[Listed]:
         listed += _of_16_bits(act)
         for kv, head_dim in itertools.product((act, *EIGHT_BIT_KV), HEAD_DIMS):
             listed += _stores(act, kv, head_dim)
+        listed += all_latents(arch, act)
         for shape in _shapes(arch, act):
             listed += _attention(shape)
     return _fitting(listed, arch)

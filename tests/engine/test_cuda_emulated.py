@@ -144,9 +144,9 @@ def test_every_family_gives_the_tokens_of_the_cpu(tmp_path: Path, family: str) -
 @pytest.mark.parametrize(
     ("family", "said"),
     [
-        ("gemma3", "heads of 24 dimensions; multiples of 32 up to 256 are known"),
-        ("deepseek-v2", "attention on latents runs on the CPU alone"),
-        ("mixtral", "heads of 16 dimensions"),
+        ("gemma3", "heads have 24 dimensions; known are 32, 64"),
+        ("deepseek-v2", "rotated keys of 8 values; multiples of 32 up to 128 are known"),
+        ("mixtral", "heads have 16 dimensions"),
         ("olmo2", "a `olmo2` model is computed by transformers' modules, which run on the CPU alone"),
     ],
 )
@@ -154,3 +154,10 @@ def test_what_a_gpu_cannot_run_is_refused_with_the_reason(tmp_path: Path, family
     model = write_checkpoint(tmp_path, family)
     with pytest.raises(LlmctlError, match=said):
         LLM(str(model), dtype="float32", process=False, kernels="cuda", **OPTIONS)
+
+
+def test_experts_whose_inputs_are_in_an_order_of_their_own_are_refused(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path, "qwen3-moe")
+    write_quantized(model, "gptq-v2-desc-act")
+    with pytest.raises(LlmctlError, match=r"`model\.layers\.0\.mlp\.experts\.0.* inputs in an order of its own"):
+        tokens(model, "cuda", dtype="auto", kv_cache_dtype="float32")

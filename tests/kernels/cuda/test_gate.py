@@ -59,6 +59,9 @@ def test_the_table_says_what_the_kernels_promise(arch: str) -> None:
             assert row["mma"] > 0 and row["load_16" if old else "copy_16"] >= 2, name
             assert ("Fp32, float" in name) != (row["matrix_load"] > 0), name
             assert old or row["in_flight_per_sm"] >= 32 << 10, name
+        if name.startswith("latent_attend<"):
+            assert row["mma"] > 0 and row["matrix_load"] > 0, name
+            assert old or (row["copy_16"] >= 2 and row["in_flight_per_sm"] >= 32 << 10), name
         if name.startswith("linear_mma<"):
             assert row["mma"] > 0 and row["load_16" if old else "copy_16"] > 0 and row["matrix_load"] > 0, name
             assert old or row["in_flight_per_sm"] >= 16 << 10, name
