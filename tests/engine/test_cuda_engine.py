@@ -27,7 +27,7 @@ from llmctl.kernels.cuda.gpu import NODE_BYTES
 from llmctl.kernels.cuda.host_driver import HostDriver, Recorded
 from llmctl.kernels.errors import CapacityError, LlmctlError
 
-from .tiny import EXPERTS, FAMILIES, LATENT_EXPERTS, write_checkpoint
+from .tiny import FAMILIES, write_checkpoint
 
 BUILDS = Path(__file__).resolve().parents[2] / "build" / "emulated"
 OPTIONS = {"max_model_len": 96, "num_gpu_blocks_override": 24, "block_size": 16, "max_num_batched_tokens": 32}
@@ -88,7 +88,7 @@ def test_the_tokens_are_those_of_the_cpu(driver: HostDriver, model: Path, option
     assert any(call.name == "replay" for call in driver.calls) != bool(options)
 
 
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("family", ["qwen3-moe", pytest.param("mixtral-wide", marks=pytest.mark.slow)])
 def test_experts_give_the_tokens_of_the_modules_on_a_cpu(driver: HostDriver, tmp_path: Path, family: str) -> None:
     model = write_checkpoint(tmp_path, family)
     expected = tokens(model, "cpu")
@@ -100,7 +100,7 @@ def test_experts_give_the_tokens_of_the_modules_on_a_cpu(driver: HostDriver, tmp
         tokens(model, "cpu", model_impl="llmctl")
 
 
-@pytest.mark.parametrize("family", ["deepseek-v2-wide", "deepseek-v3-wide"])
+@pytest.mark.parametrize("family", ["deepseek-v2-wide", pytest.param("deepseek-v3-wide", marks=pytest.mark.slow)])
 def test_attention_on_latents_gives_the_tokens_of_the_cpu(driver: HostDriver, tmp_path: Path, family: str) -> None:
     model = write_checkpoint(tmp_path, family)
     expected = tokens(model, "cpu")
@@ -110,7 +110,7 @@ def test_attention_on_latents_gives_the_tokens_of_the_cpu(driver: HostDriver, tm
     assert any(call.name == "replay" for call in driver.calls)
 
 
-@pytest.mark.parametrize("family", LATENT_EXPERTS)
+@pytest.mark.parametrize("family", ["deepseek-v3-experts", pytest.param("deepseek-v2-experts", marks=pytest.mark.slow)])
 def test_latents_and_experts_together_give_the_tokens_of_transformers(
     driver: HostDriver, tmp_path: Path, family: str
 ) -> None:
