@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..kernels import registry
 from ..kernels.cuda.driver import OutOfMemory
+from ..kernels.cuda.jit import architecture
 from ..kernels.device import give_back_freed_memory
 from ..kernels.errors import CapacityError
 from .audit import AuditedEngine
@@ -43,18 +44,24 @@ def find_model(config: EngineConfig, progress: Progress | None = None) -> Model:
     """The config's model, open. Raises LlmctlError if it cannot be found or read."""
     settings = environment()
     source = resolve_source(config.model, environment=settings, progress=progress)
+    gpu = _architecture(config)
     return open_model(
         source,
         implementation=config.model_impl,
-        dtype=NATIVE if config.dtype == "auto" and _runs_on_gpu(config) else config.dtype,
+        dtype=NATIVE if config.dtype == "auto" and gpu else config.dtype,
         cache=settings.cache,
         progress=progress,
         rope_scaling=config.rope_scaling,
+        gpu=gpu,
     )
 
 
-def _runs_on_gpu(config: EngineConfig) -> bool:
-    return config.kernels == registry.CUDA or settle(config)[1] is not None
+def _architecture(config: EngineConfig) -> str:
+    """Of the GPU that the config comes to, "" for the CPU."""
+    if config.kernels == registry.CUDA:
+        return "sm_80"
+    info = settle(config)[1]
+    return "" if info is None else architecture(*info.capability)
 
 
 def build_engine(

@@ -246,7 +246,7 @@ class _Asked:
         formats = kv_format_of_layers(spec, config, self.weight_formats)
         check_latents(spec, formats, config, "this model")
         groups = kv_groups(spec, formats, length, config.block_size, self.split_windows)
-        workspace = workspace_bytes(spec, config, length) + steering_bytes(spec, formats)
+        workspace = workspace_bytes(spec, config, length, self.weight_formats) + steering_bytes(spec, formats)
         return _Sizes(
             length=length,
             available=self.available,
@@ -353,7 +353,7 @@ def _draft_share(draft: ModelSize, config: EngineConfig, length: int) -> DraftSh
     check_latents(draft.spec, (kv,), config, "the draft model")
     own = msgspec.structs.replace(config, speculative_config=NO_SPECULATION)  # one row of logits for each sequence
     steering = steering_bytes(draft.spec, (kv,) * draft.spec.num_layers)
-    workspace = workspace_bytes(draft.spec, own, length) + steering
+    workspace = workspace_bytes(draft.spec, own, length, draft.weight_formats) + steering
     return DraftShare(draft.weight_bytes, workspace, kv.kind, kv_bytes_per_token(draft.spec, kv))
 
 

@@ -113,6 +113,12 @@ def resolve(
         model.spec, _weight_bytes(model, gpu), formats, config, available, beside, split_windows=split_windows
     )
     activations = "f32" if gpu is None else activation_type(formats)
+    if model.spec.latent is not None and ATTENTION_COMPUTE[config.attention_compute] not in ("", activations):
+        raise UsageError(
+            f"--attention-compute is `{config.attention_compute}`, and attention on latents multiplies in the type of "
+            f"its activations, here {activations}",
+            "leave it out",
+        )
     if gpu is None:
         isa, bits = registry.configure(config.kernels, threads)
     else:

@@ -18,7 +18,7 @@ from .models.arch import DecoderSpec
 from .pools import blocks_for
 
 
-def workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int) -> int:
+def workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int, weight_formats: Sequence[str] = ()) -> int:
     """Bytes of the buffers that a step computes in, and of what is kept for each of `max_num_seqs` sequences.
 
     Per row: float32 values, and for what a linear reads also a quantized form (at most 16 bits a value; a scale, a sum
@@ -26,7 +26,8 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int) -> int
     thread: what it samples in; and the partial results of attention that threads hand to each other.
     """
     if config.on_gpu:
-        return gpu_workspace_bytes(spec, config, length)
+        threads = config.threads or default_threads()
+        return gpu_workspace_bytes(spec, config, length, weight_formats, threads)
     query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     read = 2 * spec.hidden_size + query + spec.ffn_size
     written = (2 if spec.sandwich_norms else 1) * spec.hidden_size + query + 2 * key + 2 * spec.ffn_size

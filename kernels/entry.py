@@ -14,6 +14,7 @@ from .ops import (
     ActMulArgs,
     AttendArgs,
     EmbedArgs,
+    ExpertsArgs,
     KVCopyArgs,
     LatentArgs,
     LinearArgs,
@@ -32,6 +33,7 @@ OPS = {
     "attend": AttendArgs,
     "latent": LatentArgs,
     "act_mul": ActMulArgs,
+    "experts": ExpertsArgs,
     "kv_copy": KVCopyArgs,
     "sample": SampleArgs,
 }

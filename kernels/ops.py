@@ -419,10 +419,40 @@ class ActMulArgs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ExpertsArgs:
+    """Mixture of experts: out[row] += the weighted sum of what `choices` experts make of act[row].
+
+    Scores are the softmax, or of each expert by itself the sigmoid, of act @ router.T. A row goes to the experts for
+    which score + `bias` is highest, equal ones to lower ids; weights are their scores, divided by their sum if
+    `normalize`, times `scale`. Expert e makes (f(act @ gate[e].T) * (act @ up[e].T)) @ down[e].T, f as in ActMulArgs.
+    Weights of every format are multiplied as the values that they stand for.
+
+    router  [experts, hidden];  gate, up  [ffn, hidden] and down  [hidden, ffn] of each expert
+    bias    float32 [experts]
+    """
+
+    batch: Batch
+    act: Act
+    router: PackedWeight
+    bias: F32Array | None
+    gate: tuple[PackedWeight, ...]
+    up: tuple[PackedWeight, ...]
+    down: tuple[PackedWeight, ...]
+    choices: int
+    score: str  # softmax | sigmoid
+    normalize: bool
+    scale: float
+    activation: str
+    out: F32Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class KVCopyArgs:
     """`copy(source, target, tokens)`: the first `tokens` positions of one block to another, in layers side by side.
 
     The first of them begins `layer_offset` bytes into the block.
+
+    latent  a block holds rows for both K and V, as LatentArgs says
     """
 
     arena: U8Array
@@ -433,6 +463,7 @@ class KVCopyArgs:
     head_dim: int
     format: KVFormat
     layer_offset: int = 0
+    latent: bool = False
 
 
 # One record per logits row. Addresses point at arrays that the caller keeps alive.

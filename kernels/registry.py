@@ -20,6 +20,7 @@ from .ops import (
     AttendArgs,
     Batch,
     EmbedArgs,
+    ExpertsArgs,
     KVCopy,
     KVCopyArgs,
     LatentArgs,
@@ -43,7 +44,9 @@ _log = logging.getLogger(__name__)
 _registered: list[Entry] = []
 _warned: set[str] = set()
 
-StepArgs = EmbedArgs | NormArgs | NormAddArgs | LinearArgs | RopeStoreArgs | AttendArgs | LatentArgs | ActMulArgs
+StepArgs = (
+    EmbedArgs | NormArgs | NormAddArgs | LinearArgs | RopeStoreArgs | AttendArgs | LatentArgs | ActMulArgs | ExpertsArgs
+)
 
 
 def register(entry: Entry) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, astuple
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,7 +26,6 @@ kernels = typer.Typer(rich_markup_mode=None)  # which would take `[cuda]` for a 
 
 ACTIVATIONS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 KV_FORMATS = {"auto": "", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2", "int8": "int8"}
-BLOCK_SIZES = (16, 32, 64)
 
 
 @kernels.callback()
@@ -50,7 +50,6 @@ def build(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="The KV cache: auto (as the activations), fp8 (the same as fp8_e4m3), fp8_e5m2 or int8.")
     ] = "auto",
-    block_size: Annotated[int, typer.Option(help="Tokens per block of the KV cache: 16, 32 or 64.")] = 16,
     jobs: Annotated[int, typer.Option("--jobs", "-j", help="Processes that compile; 0: one per core.")] = 0,
     json: Json = False,
 ) -> None:
@@ -60,7 +59,7 @@ def build(
     before is kept, so an interrupted build goes on where it was.
     """
     from ...kernels.cuda import nvrtc
-    from ...kernels.cuda.compile_many import Job, compile_many
+    from ...kernels.cuda.compile_many import Job, compile_many, families
     from ...kernels.cuda.table import all_kernels, model_kernels
     from ...kernels.device import default_threads
 
@@ -72,7 +71,7 @@ def build(
         raise UsageError(f"--jobs is {jobs}, it must be from 0 to 1024")
     nvrtc.version()  # before anything starts: whether there is a compiler
     folder = environment().cache / "cubins"
-    needs = None if all else _needs(model, dtype, kv_cache_dtype, block_size)
+    needs = None if all else _needs(model, dtype, kv_cache_dtype)
     wanted = [
         Job(one, item.kernel)
         for one in archs
@@ -86,11 +85,15 @@ def build(
     compiled = sum(outcome.compiled for outcome in outcomes)
     failed = {_called(outcome): outcome.error for outcome in outcomes if outcome.error}
     spilling = [_called(outcome) for outcome in outcomes if outcome.spills]
+    found = families(outcomes)
     if json:
         figures = {"archs": archs, "kernels": len(wanted), "compiled": compiled, "spilling": spilling}
-        console.json({**figures, "failed": failed, "folder": str(folder)})
+        console.json({**figures, "failed": failed, "folder": str(folder), "families": [asdict(one) for one in found]})
     else:
         console.data(f"{len(wanted)} kernels for {', '.join(archs)} in {folder}, {compiled} of them compiled now")
+        if all:
+            rows = [[str(word) for word in astuple(one)] for one in sorted(found, key=lambda one: one.template)]
+            console.table(("template", "arch", ">kernels", ">registers", ">spills", ">local"), rows)
         for name in spilling:
             console.say(f"{name} spills registers to memory")
     if failed:
@@ -113,7 +116,7 @@ def _called(outcome: Outcome) -> str:
     return f"{outcome.job.kernel.expression} for {outcome.job.arch}"
 
 
-def _needs(model: str, dtype: str, kv_cache_dtype: str, block_size: int) -> ModelNeeds:
+def _needs(model: str, dtype: str, kv_cache_dtype: str) -> ModelNeeds:
     """What decides which kernels the model runs, from its headers alone."""
     from ...engine.load.checkpoint import open_checkpoint
     from ...engine.load.hub import resolve
@@ -124,8 +127,6 @@ def _needs(model: str, dtype: str, kv_cache_dtype: str, block_size: int) -> Mode
         raise UsageError(f"--dtype is `{dtype}`", f"choose one of: {', '.join(ACTIVATIONS)}")
     if kv_cache_dtype not in KV_FORMATS:
         raise UsageError(f"--kv-cache-dtype is `{kv_cache_dtype}`", f"choose one of: {', '.join(KV_FORMATS)}")
-    if block_size not in BLOCK_SIZES:
-        raise UsageError(f"--block-size is {block_size}", f"choose one of: {', '.join(map(str, BLOCK_SIZES))}")
     checkpoint = open_checkpoint(resolve(model, environment=environment()))
     spec, act = checkpoint.spec, ACTIVATIONS[dtype]
     kv = KV_FORMATS[kv_cache_dtype] or act
@@ -134,12 +135,11 @@ def _needs(model: str, dtype: str, kv_cache_dtype: str, block_size: int) -> Mode
         compute=compute_of(act, kv),
         kv=kv,
         head_dim=spec.head_dim,
-        block_size=block_size,
         hidden_size=spec.hidden_size,
         activation=spec.activation,
-        windows=tuple(bool(spec.window(layer)) for layer in range(spec.num_layers)),
-        head_norms=any("q_norm" in name for name in checkpoint.tensors),
         weights=tuple(dict.fromkeys(_linears(checkpoint.tensors.values(), act))),
+        experts=spec.experts is not None,
+        latent=None if spec.latent is None else (spec.num_heads, spec.latent.kv_rank, spec.latent.rope_dim),
     )
 
 

@@ -45,10 +45,12 @@ def plan(context: typer.Context, config: MemoryOptions, json: Json = False) -> N
     from ...engine.budget import memory_budget
     from ...engine.device import settle
     from ...engine.gpu_sizes import gpu_weight_bytes
+    from ...engine.gpu_support import check_on_gpu
     from ...engine.load.disk import check_swap_room
     from ...engine.load.model import why_transformers
     from ...engine.load.vocabulary import check_same_vocabulary
     from ...kernels.cuda.devices import free_memory
+    from ...kernels.cuda.jit import architecture
     from ...kernels.device import read_machine
 
     console: Console = context.obj
@@ -56,8 +58,11 @@ def plan(context: typer.Context, config: MemoryOptions, json: Json = False) -> N
         source, draft = sources(config, progress)
     if draft is not None and draft != source:
         check_same_vocabulary(vocabulary(draft), vocabulary(source))
-    config, gpu = settle(config, "transformers" if why_transformers(source, config.model_impl) else "llmctl")
+    why = why_transformers(source, config.model_impl, gpu=settle(config)[1] is not None)
+    config, gpu = settle(config, "transformers" if why else "llmctl")
     spec, size = described(source, config)
+    if gpu is not None:
+        check_on_gpu(source.name, spec, architecture(*gpu.capability))
     beside = None if draft is None else model_size(draft, config)
     available, weights = read_machine().memory_available, size.bytes
     if gpu is not None:
@@ -94,7 +99,7 @@ def described(source: Source, config: EngineConfig) -> tuple[DecoderSpec, Packed
     """What the engine would make of the model."""
     from ...engine.load.model import why_transformers
 
-    why = why_transformers(source, config.model_impl)
+    why = why_transformers(source, config.model_impl, gpu=config.on_gpu)
     return outline_of_modules(source, why, config) if why else outline(source, config)
 
 

@@ -16,7 +16,7 @@ from ...engine.load.kv_scales import scale_names, scale_tensors
 from ...engine.models.arch import DecoderSpec
 from ...engine.score import ROWS
 from ...engine.sizes import format_bytes
-from ...kernels.errors import CapacityError, UsageError
+from ...kernels.errors import CapacityError, UnsupportedModel, UsageError
 from ...kernels.formats import WeightFormat
 from ...quant.card import CARD_NAME
 from ...quant.formats.safetensors_write import PlannedTensor
@@ -87,6 +87,10 @@ class Work:
 def prepare(checkpoint: Checkpoint, asked: Asked) -> Work:
     """The run that `asked` is on this checkpoint; UsageError or UnsupportedModel if it cannot be."""
     spec = checkpoint.spec
+    if spec.experts is not None:
+        raise UnsupportedModel(
+            f"`{checkpoint.source.name}` is a mixture of experts, which cannot be quantized here", "use a dense model"
+        )
     stale = scale_tensors(spec.num_layers)  # of a cache of the source's own weights
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items() if name not in stale}
     scales = kv_scales(asked, spec)

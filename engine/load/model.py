@@ -14,6 +14,7 @@ from typing import Protocol
 
 from ...kernels.errors import LlmctlError, UnsupportedModel
 from ...kernels.ops import Batch, KVLayer
+from ..gpu_support import check_on_gpu, check_weights_on_gpu
 from ..models.arch import DecoderSpec
 from ..models.decoder import Decoder, Limits
 from ..models.families import decoder_spec, language_part
@@ -70,14 +71,22 @@ def open_model(
     cache: Path,
     progress: Progress | None,
     rope_scaling: RopeScaling | None = None,
+    gpu: str = "",
 ) -> Model:
     """The model in `source`, with another rope if one is asked for.
 
+    `gpu` is the architecture of the GPU that shall run it, "" for the CPU.
+
     UnsupportedModel if neither implementation, or not the one asked for, can run it.
     """
-    why = why_transformers(source, implementation)
+    why = why_transformers(source, implementation, gpu=bool(gpu))
     if not why:
+        if gpu and source.kind == "hf":  # before it is packed
+            check_on_gpu(source.name, _spec_of(source), gpu)
         model = open_packed(source, dtype=dtype, cache=cache, progress=progress)
+        if gpu:
+            check_on_gpu(source.name, model.spec, gpu)
+            check_weights_on_gpu(source.name, model.spec, model.weights)
         if rope_scaling is None:
             return model
         return dataclasses.replace(model, spec=overridden(model.spec, rope_scaling))
@@ -97,18 +106,35 @@ def check_rope_scaling(source: Source, why: str, rope_scaling: RopeScaling | Non
         )
 
 
-def why_transformers(source: Source, implementation: str) -> str:
-    """Why transformers' modules compute this model, "" if our decoder does."""
+def why_transformers(source: Source, implementation: str, *, gpu: bool = False) -> str:
+    """Why transformers' modules compute this model, "" if our decoder does.
+
+    That computes mixtures of experts on a GPU only: UnsupportedModel if it is asked to compute one on the CPU.
+    """
     if implementation == "transformers":
         return "as `--model-impl transformers` asks"
-    if implementation == "llmctl" or source.kind != "hf":
+    if source.kind != "hf":
         return ""
-    config = read_json(source.path / "config.json")
     try:
-        part = language_part(config)
-        decoder_spec(config if part is None else part.config)
+        spec = _spec_of(source)
     except UnsupportedModel as error:
+        if implementation == "llmctl":
+            return ""  # its loader says it
         return f"our decoder does not know it: {error.message}" + (f"; {error.hint}" if error.hint else "")
     except LlmctlError:
         return ""  # a broken config of a known family: our own loader says what is wrong
-    return ""
+    if spec.experts is None or gpu:
+        return ""
+    if implementation == "llmctl":
+        raise UnsupportedModel(
+            f"`{source.name}` is a mixture of experts, which `--model-impl llmctl` computes on a GPU only",
+            "use `--model-impl auto`, or `--device cuda`",
+        )
+    return "it is a mixture of experts, which our decoder computes on a GPU only"
+
+
+def _spec_of(source: Source) -> DecoderSpec:
+    """What the config of a folder describes."""
+    config = read_json(source.path / "config.json")
+    part = language_part(config)
+    return decoder_spec(config if part is None else part.config)

@@ -53,6 +53,32 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     interleaved: bool
 
 
+class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A mixture of experts in place of a layer's feed-forward half.
+
+    chosen       how many of `count` compute a token
+    ffn_size     inner values of an expert
+    score        softmax | sigmoid
+    normalize    the weights of a token's experts are divided by their sum;  scale: then multiplied with it
+    biased       a vector beside the router's weight is added to scores for the choice alone
+    dense        layers that have an ordinary feed-forward half
+    shared_size  inner values of an ordinary half that computes every token beside the experts, 0 for none
+    place, names where their tensors are in a layer, and what gate, up and down are called
+    """
+
+    count: int
+    chosen: int
+    ffn_size: int
+    normalize: bool
+    score: str = "softmax"
+    scale: float = 1.0
+    biased: bool = False
+    dense: tuple[int, ...] = ()
+    shared_size: int = 0
+    place: str = "mlp"
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
 class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A decoder's shape. Sizes are counts of elements.
 
@@ -63,6 +89,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     norm_offset      what is added to the stored weights of every norm
     sandwich_norms   each half of a layer also ends in a norm, before it is added to the residual stream
     latent           attention on latents: then head_dim is that of queries and keys
+    experts          mixtures of experts in all layers but its dense ones
     tied_head        a checkpoint may lack a head: it is the embedding then
     """
 
@@ -86,10 +113,15 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sandwich_norms: bool = False
     tied_head: bool = False
     latent: LatentSpec | None = None
+    experts: ExpertSpec | None = None
 
     def window(self, layer: int) -> int:
         """The layer's window, 0 for full attention."""
         return self.windows[layer] if self.windows else 0
+
+    def experts_of(self, layer: int) -> ExpertSpec | None:
+        """The layer's experts, None if its feed-forward half is an ordinary one."""
+        return None if self.experts is None or layer in self.experts.dense else self.experts
 
     @property
     def rope_dim(self) -> int:

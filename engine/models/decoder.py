@@ -20,6 +20,7 @@ from ...kernels.ops import (
     AttendArgs,
     Batch,
     EmbedArgs,
+    ExpertsArgs,
     F32Array,
     KVLayer,
     LatentArgs,
@@ -37,7 +38,7 @@ from ...kernels.ops import (
     with_orders,
     with_wide,
 )
-from .arch import DecoderSpec, LatentSpec, RopeSpec
+from .arch import DecoderSpec, ExpertSpec, LatentSpec, RopeSpec
 from .rope import rope_tables
 
 _LATENT_EPS = 1e-6  # of the norms inside attention on latents, whatever the others have
@@ -216,6 +217,9 @@ class _Builder:
         self.join(f"{name}.o_proj", mixed, f"{prefix}.post_attention_layernorm", hidden)
 
     def feed_forward(self, layer: int, hidden: F32Array) -> None:
+        if (experts := self.spec.experts_of(layer)) is not None:
+            self.mixture(f"model.layers.{layer}", hidden, experts)
+            return
         spec, prefix = self.spec, f"model.layers.{layer}"
         name = f"{prefix}.mlp"
         inputs = self.act("ffn input", spec.hidden_size, [f"{name}.gate_proj", f"{name}.up_proj"])
@@ -227,6 +231,31 @@ class _Builder:
         product = self.act("ffn product", spec.ffn_size, [f"{name}.down_proj"])
         self.add("act_mul", ActMulArgs(self.batch, gate, up, spec.activation, product))
         self.join(f"{name}.down_proj", product, f"{prefix}.post_feedforward_layernorm", hidden)
+
+    def mixture(self, prefix: str, hidden: F32Array, spec: ExpertSpec) -> None:
+        place, shared = f"{prefix}.{spec.place}", f"{prefix}.{spec.place}.shared_experts"
+        readers = [f"{shared}.{part}_proj" for part in ("gate", "up")] if spec.shared_size else []
+        inputs = self.act("ffn input", self.spec.hidden_size, [f"{place}.gate", *readers])
+        self.norm(f"{prefix}.post_attention_layernorm", hidden, inputs)
+        gate, up, down = (
+            tuple(self.weights[f"{place}.experts.{expert}.{name}.weight"] for expert in range(spec.count))
+            for name in spec.names
+        )
+        bias = self.vectors[f"{place}.gate.e_score_correction_bias"] if spec.biased else None
+        self.add(
+            "experts",
+            ExpertsArgs(
+                self.batch, inputs, self.weights[f"{place}.gate.weight"], bias, gate, up, down, spec.chosen, spec.score,
+                spec.normalize, spec.scale, self.spec.activation, hidden,
+            ),
+        )  # fmt: skip
+        if spec.shared_size:
+            parts = self.rows("shared gate", spec.shared_size), self.rows("shared up", spec.shared_size)
+            for reader, out in zip(readers, parts, strict=True):
+                self.linear(reader, inputs, out)
+            product = self.act("shared product", spec.shared_size, [f"{shared}.down_proj"])
+            self.add("act_mul", ActMulArgs(self.batch, *parts, self.spec.activation, product))
+            self.linear(f"{shared}.down_proj", product, hidden, add=True)
 
     def join(self, name: str, act: Act, norm: str, hidden: F32Array) -> None:
         """Add a half's result to the residual stream, through `norm` if halves end in one."""

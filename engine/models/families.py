@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from ...kernels.errors import CheckpointError, UnsupportedModel
-from .arch import MAX_CONTEXT, DecoderSpec, LatentSpec, RopeSpec
+from .arch import MAX_CONTEXT, DecoderSpec, ExpertSpec, LatentSpec, RopeSpec
 from .fields import Config, flag_field, float_field, int_field, shown
 from .rope_config import layered_ropes, rope_spec, scaled_context, yarn_scale
 
@@ -89,11 +89,12 @@ def decoder_tensors(spec: DecoderSpec) -> dict[str, TensorRule]:
     query = _Dim(spec.num_heads * spec.head_dim, ("num_attention_heads", "head_dim"))
     value = _Dim(spec.num_kv_heads * spec.head_dim, ("num_key_value_heads", "head_dim"))
     head = _Dim(spec.head_dim, ("head_dim",))
-    linears = {
+    dense = {
         "mlp.gate_proj": (ffn, hidden),
         "mlp.up_proj": (ffn, hidden),
         "mlp.down_proj": (hidden, ffn),
     }
+    linears: dict[str, tuple[_Dim, _Dim]] = {}
     norms: dict[str, _Dim] = {}
     if spec.latent is None:
         linears |= {
@@ -112,7 +113,10 @@ def decoder_tensors(spec: DecoderSpec) -> dict[str, TensorRule]:
     }
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
-        for name, (outputs, inputs) in linears.items():
+        experts = spec.experts_of(layer)
+        if experts is not None:
+            rules |= {f"{prefix}{name}": rule for name, rule in _expert_tensors(experts, hidden).items()}
+        for name, (outputs, inputs) in (linears | (dense if experts is None else {})).items():
             rules[f"{prefix}{name}.weight"] = _rule(outputs, inputs)
             rules[f"{prefix}{name}.bias"] = _rule(outputs, required=False)
         for name in ("input_layernorm", "post_attention_layernorm", *(_INNER_NORMS if spec.sandwich_norms else ())):
@@ -145,6 +149,25 @@ def _latent_tensors(
     return linears, norms | {"self_attn.q_a_layernorm": q_rank}
 
 
+def _expert_tensors(experts: ExpertSpec, hidden: _Dim) -> dict[str, TensorRule]:
+    """The tensors of a mixture of experts, by name in a layer."""
+    count = _Dim(experts.count, ("num_experts", "num_local_experts", "n_routed_experts"))
+    ffn = _Dim(experts.ffn_size, ("moe_intermediate_size", "intermediate_size"))
+    shared = _Dim(experts.shared_size, ("moe_intermediate_size", "n_shared_experts"))
+    shapes = dict(zip(experts.names, ((ffn, hidden), (ffn, hidden), (hidden, ffn)), strict=True))
+    rules = {f"{experts.place}.gate.weight": _rule(count, hidden)}
+    if experts.biased:
+        rules[f"{experts.place}.gate.e_score_correction_bias"] = _rule(count)
+    for expert in range(experts.count):
+        for name, shape in shapes.items():
+            rules[f"{experts.place}.experts.{expert}.{name}.weight"] = _rule(*shape)
+    if experts.shared_size:
+        for name in ("gate_proj", "up_proj"):
+            rules[f"{experts.place}.shared_experts.{name}.weight"] = _rule(shared, hidden)
+        rules[f"{experts.place}.shared_experts.down_proj.weight"] = _rule(hidden, shared)
+    return rules
+
+
 class _Dim(NamedTuple):
     size: int
     keys: tuple[str, ...]
@@ -163,6 +186,45 @@ def _mistral(config: Config) -> DecoderSpec:
     layers = int_field(config, "num_hidden_layers", high=MAX_LAYERS)
     window = _window(config, default=4096)
     return _spec(config, "mistral", _layer_windows(config, layers, window, first=0))
+
+
+def _mixtral(config: Config) -> DecoderSpec:
+    layers = int_field(config, "num_hidden_layers", high=MAX_LAYERS)
+    window = _window(config, default=0)
+    plain = _spec(config, "mixtral", _layer_windows(config, layers, window, first=0))
+    experts = ExpertSpec(
+        count=int_field(config, "num_local_experts"),
+        chosen=int_field(config, "num_experts_per_tok"),
+        ffn_size=plain.ffn_size,
+        normalize=True,
+        place="block_sparse_moe",
+        names=("w1", "w3", "w2"),
+    )
+    return msgspec.structs.replace(plain, experts=_checked(experts))
+
+
+def _qwen3_moe(config: Config) -> DecoderSpec:
+    plain = _spec(config, "qwen3_moe", _qwen_windows(config), default_head_dim=128)
+    step = int_field(config, "decoder_sparse_step", default=1)
+    only = config.get("mlp_only_layers") or []
+    if not isinstance(only, list):
+        raise CheckpointError(f"`mlp_only_layers` is {shown(only)}, expected a list of layers")
+    experts = ExpertSpec(
+        count=int_field(config, "num_experts" if "num_experts" in config else "num_local_experts"),
+        chosen=int_field(config, "num_experts_per_tok"),
+        ffn_size=int_field(config, "moe_intermediate_size"),
+        normalize=flag_field(config, "norm_topk_prob", default=False),
+        dense=tuple(layer for layer in range(plain.num_layers) if layer in only or (layer + 1) % step),
+    )
+    return msgspec.structs.replace(plain, experts=_checked(experts))
+
+
+def _checked(experts: ExpertSpec) -> ExpertSpec:
+    if experts.chosen > experts.count:
+        raise CheckpointError(
+            f"`num_experts_per_tok` is {experts.chosen}, more than there are experts, which is {experts.count}"
+        )
+    return experts
 
 
 def _qwen2(config: Config) -> DecoderSpec:
@@ -227,14 +289,10 @@ def _deepseek_v3(config: Config) -> DecoderSpec:
 
 
 def _deepseek(config: Config, family: str, first_dense: int, interleaved: bool) -> DecoderSpec:
-    """A DeepSeek model whose layers are all dense: what its experts would need is not here."""
+    """A DeepSeek model, of whose experts all are in one group."""
     layers = int_field(config, "num_hidden_layers", high=MAX_LAYERS)
     dense = int_field(config, "first_k_dense_replace", default=first_dense, low=0)
-    if dense < layers:
-        raise UnsupportedModel(
-            f"layers from {dense} on are mixtures of experts (`first_k_dense_replace`)",
-            "a DeepSeek model whose layers are all dense can be run",
-        )
+    experts = _deepseek_experts(config, dense, family) if dense < layers else None
     latent = LatentSpec(
         kv_rank=int_field(config, "kv_lora_rank"),
         q_rank=0 if config.get("q_lora_rank") is None else int_field(config, "q_lora_rank"),
@@ -250,7 +308,36 @@ def _deepseek(config: Config, family: str, first_dense: int, interleaved: bool) 
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     sharper = float_field(found, "mscale_all_dim", default=1e-9) if isinstance(found, dict) else 1e-9
     scale = yarn_scale(rope.factor, sharper) if rope.kind != "default" else 1.0
-    return msgspec.structs.replace(plain, latent=latent, query_scale=head_dim**-0.5 * scale * scale)
+    return msgspec.structs.replace(plain, latent=latent, query_scale=head_dim**-0.5 * scale * scale, experts=experts)
+
+
+def _deepseek_experts(config: Config, dense: int, family: str) -> ExpertSpec:
+    """The experts of layers from `dense` on, with those that compute every token beside them."""
+    third = family == "deepseek_v3"
+    groups = 1 if config.get("n_group") is None else int_field(config, "n_group")
+    if groups != 1 or int_field(config, "moe_layer_freq", default=1) != 1:
+        raise UnsupportedModel(
+            f"layers from {dense} on are mixtures of experts that are chosen in {groups} groups (`n_group`), or not in "
+            "every layer (`moe_layer_freq`)",
+            "mixtures whose experts are all in one group can be run",
+        )
+    normalize = flag_field(config, "norm_topk_prob", default=third)
+    if normalize and not third:
+        raise UnsupportedModel("`norm_topk_prob` is true", "in DeepSeek-V2 the weights of experts are not normalized")
+    ffn = int_field(config, "moe_intermediate_size")
+    return _checked(
+        ExpertSpec(
+            count=int_field(config, "n_routed_experts" if "n_routed_experts" in config else "num_local_experts"),
+            chosen=int_field(config, "num_experts_per_tok"),
+            ffn_size=ffn,
+            normalize=normalize,
+            score="sigmoid" if third else "softmax",
+            scale=float_field(config, "routed_scaling_factor", default=2.5 if third else 1.0),
+            biased=third,
+            dense=tuple(range(dense)),
+            shared_size=ffn * int_field(config, "n_shared_experts", default=1 if third else 2),
+        )
+    )
 
 
 _FAMILIES: dict[str, Callable[[Config], DecoderSpec]] = {
@@ -258,6 +345,8 @@ _FAMILIES: dict[str, Callable[[Config], DecoderSpec]] = {
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
     "gemma3_text": _gemma3,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,

@@ -39,8 +39,9 @@ class BlockShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupCache:
-    """One group's arena, each layer's view of it, and the block copy bound to it."""
+    """The arena of group `index`, each layer's view of it, and the block copy bound to it."""
 
+    index: int
     group: KVGroup
     block_size: int
     bytes_per_block: int
@@ -63,7 +64,7 @@ def allocate(index: int, group: KVGroup, shape: BlockShape, kernels: str) -> Gro
         )
         for layer, form, offset in zip(group.layers, shape.formats, shape.offsets[:-1], strict=True)
     }  # fmt: skip
-    return GroupCache(group, shape.block_size, stride, arena, layers, _block_copy(arena, shape, kernels))
+    return GroupCache(index, group, shape.block_size, stride, arena, layers, _block_copy(arena, shape, kernels))
 
 
 def block_shape(spec: DecoderSpec, group: KVGroup, block_size: int, kinds: tuple[str, ...]) -> BlockShape:
@@ -81,12 +82,13 @@ def _block_copy(arena: U8Array, shape: BlockShape, kernels: str) -> KVCopy:
     for form, run in itertools.groupby(shape.formats):
         count = len(tuple(run))
         first, end = shape.offsets[place], shape.offsets[place + count]
-        if shape.latent:
+        if shape.latent and kernels != registry.CUDA:
             part = arena.reshape(-1, stride)[:, first:end]
             copies.append(_LatentCopy(part, count, shape.block_size))
         else:
             args = KVCopyArgs(
-                arena, stride, count, shape.block_size, shape.num_kv_heads, shape.head_dim, form, first
+                arena, stride, count, shape.block_size, shape.num_kv_heads, shape.head_dim, form, first,
+                shape.latent,
             )  # fmt: skip
             copies.append(registry.bind("kv_copy", args, kernels=kernels))
         place += count

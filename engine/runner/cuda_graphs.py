@@ -3,8 +3,9 @@
 A graph is captured for a number of rows from a short list, and for so much work of attention; a step with fewer rows
 uses the next larger one, whose launches find on the GPU how much of their grid there is to do. The first step of a kind
 is launched call by call, which loads every kernel and reserves what it needs, and is then captured: nothing has to be
-tried out at start, and no graph is made that is not used. Those that were not used for longest go when all of them take
-more memory than was planned.
+tried out at start, and no graph is made that is not used. Graphs keep to the memory that was planned for them: those
+that were not used for longest go before another is captured, by what it is taken to need, and after, by what it needed;
+one for which there is no room even so is not kept, and steps of its kind are launched call by call.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import bisect
 import logging
 from dataclasses import dataclass, field
 
-from ...kernels.cuda.gpu import Graph
+from ...kernels.cuda.driver import OutOfMemory
+from ...kernels.cuda.gpu import NODE_BYTES, Graph
 from ...kernels.cuda.work_list import WorkList
 from ...kernels.ops import LOGIT_ROWS, ROWS, SEQS
-from ..gpu_sizes import GRAPH_BYTES
 from ..sizes import format_bytes
 from .cuda_program import StepProgram
 from .cuda_rows import SampleLists
@@ -38,7 +39,9 @@ class DecodeGraphs:
 
     program: StepProgram
     sizes: tuple[int, ...]
+    limit: int  # bytes of all graphs together
     graphs: dict[_Key, Graph] = field(default_factory=dict)
+    too_large: set[_Key] = field(default_factory=set)
 
     @property
     def num_bytes(self) -> int:
@@ -64,21 +67,47 @@ class DecodeGraphs:
             self.graphs[key] = graph  # the last that was used
             gpu.replay(graph)
             return
-        while self.graphs and self.num_bytes >= GRAPH_BYTES:
-            gpu.driver.destroy_graph(self.graphs.pop(next(iter(self.graphs))).handle)
         counts[[ROWS, SEQS, LOGIT_ROWS]] = padded
         for work, grid in zip(program.lists, grids, strict=True):
             work.grid = grid
         try:
+            before = gpu.launches
             program.launch(sampling)
-            graph = self.graphs[key] = gpu.capture(lambda: program.launch(sampling))
+            if key not in self.too_large:
+                self._make_room(NODE_BYTES * (gpu.launches - before))
+                self._capture(key, sampling)
         finally:
             counts[[ROWS, SEQS, LOGIT_ROWS]] = rows
             for work in program.lists:
                 work.grid = 0, 0
+
+    def _capture(self, key: _Key, sampling: SampleLists) -> None:
+        """Keep a graph of the step's launches, if there is room for it."""
+        gpu = self.program.gpu
+        try:
+            graph = gpu.capture(lambda: self.program.launch(sampling))
+        except OutOfMemory:
+            log.warning("no memory for a graph for %d sequences: their steps are launched call by call", key[0])
+            self.too_large.add(key)
+            return
         log.info(
-            "captured a graph of %d launches for %d sequences, %s", graph.nodes, padded, format_bytes(graph.num_bytes)
+            "captured a graph of %d launches for %d sequences, %s", graph.nodes, key[0], format_bytes(graph.num_bytes)
         )
+        self._make_room(graph.num_bytes)
+        if graph.num_bytes > self.limit:
+            log.warning(
+                "a graph for %d sequences takes %s, more than the %s of all: their steps are launched call by call",
+                key[0], format_bytes(graph.num_bytes), format_bytes(self.limit),
+            )  # fmt: skip
+            gpu.driver.destroy_graph(graph.handle)
+            self.too_large.add(key)
+            return
+        self.graphs[key] = graph
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Destroy the graphs that were not used for longest, until so much more is within the limit."""
+        while self.graphs and self.num_bytes + num_bytes > self.limit:
+            self.program.gpu.driver.destroy_graph(self.graphs.pop(next(iter(self.graphs))).handle)
 
     def forget(self) -> None:
         """Destroy all graphs: what they point to is about to move."""

@@ -14,6 +14,7 @@ from ...kernels.cuda import rows as kernels
 from ...kernels.cuda.attend_op import AttendOp
 from ...kernels.cuda.call import Argument, Call
 from ...kernels.cuda.gpu import Gpu
+from ...kernels.cuda.latent_op import LatentOp
 from ...kernels.cuda.library import LibraryLinear
 from ...kernels.cuda.source import Kernel
 from ...kernels.cuda.work_list import WorkList
@@ -91,7 +92,7 @@ class StepProgram:
         A library of products has its own kernels, and what goes around them is loaded with the first step.
         """
         counts = self.batch.counts
-        lanes = [lane for op in self.decoder.ops if isinstance(op, AttendOp) for lane in op.lanes]
+        lanes = [lane for op in self.decoder.ops if isinstance(op, (AttendOp, LatentOp)) for lane in op.lanes]
         found = {kernel: None for lane in lanes for kernel in (lane.shape.kernel, lane.shape.merge_kernel)}
         others = [op for op in self.decoder.ops if not isinstance(op, (AttendOp, LibraryLinear))]
 
@@ -152,7 +153,7 @@ def make_program(gpu: Gpu, decoder: Decoder, batch: Batch, slots: Slots, vocab_s
     activations = next(name for name, kind in ELEMENT_TYPES.items() if decoder.logits.dtype == kind)
     scores = 4 * rows * vocab_size
     layout = ResultLayout(rows)
-    lanes = (lane for op in decoder.ops if isinstance(op, AttendOp) for lane in op.lanes)
+    lanes = (lane for op in decoder.ops if isinstance(op, (AttendOp, LatentOp)) for lane in op.lanes)
     return StepProgram(
         gpu, decoder, batch, slots, vocab_size, activations, layout,
         result=gpu.allocate(layout.num_bytes),

@@ -20,6 +20,7 @@ from ...kernels.cuda.gpu import Gpu
 from ...kernels.cuda.register import use
 from ...kernels.ops import LOGIT_ROWS, MAX_TOP, ROWS, F32Array, I32Array, U8Array, make_batch
 from ...kernels.registry import CUDA
+from ..gpu_sizes import graph_bytes
 from ..load.model import Model
 from ..models.decoder import Limits
 from ..plan import Plan
@@ -65,7 +66,9 @@ class CudaRunner:
         self._lists = make_lists(plan.max_logit_rows)
         most = min(plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_logit_rows)
         gpu.prepare(self._program.kernels(self._lists, bucket_sizes(plan.max_num_batched_tokens)))
-        self._graphs = None if plan.enforce_eager else DecodeGraphs(self._program, bucket_sizes(most))
+        self._graphs = (
+            None if plan.enforce_eager else DecodeGraphs(self._program, bucket_sizes(most), graph_bytes(spec))
+        )
         self._tier = (
             open_pinned_tier(gpu, shelves_of(self.groups, plan.tier_blocks), plan.block_size)
             if plan.tier_blocks
@@ -135,6 +138,8 @@ class CudaRunner:
         for landing in self._free:
             landing.close(self.gpu)
         self._free.clear()
+        if self._tier is not None:
+            self._tier.close()
         if self._owned:
             use(None)
             self.gpu.close()
@@ -145,6 +150,8 @@ class CudaRunner:
         gpu, landing = self.gpu, flight.landing
         gpu.enter()
         gpu.driver.wait(landing.done)
+        if flight.swapped:
+            gpu.driver.wait(landing.moved)
         layout, count = self._program.layout, len(flight.num_top)
         at = landing.memory
         token, finite = at[: 4 * layout.rows].view(np.int32)[:count].copy(), at[layout.finite :][:count].copy()
@@ -159,7 +166,7 @@ class CudaRunner:
         swap_us = compute_us = 0
         if flight.swapped:
             swap_us = int(1000 * gpu.driver.elapsed_ms(landing.begun, landing.moved))
-            compute_us = int(1000 * gpu.driver.elapsed_ms(landing.moved, landing.ended))
+            compute_us = int(1000 * gpu.driver.elapsed_ms(landing.started, landing.ended))
         elif self._tier is not None:
             compute_us = (time.perf_counter_ns() - flight.started) // 1000
         self._free.append(landing)
@@ -171,13 +178,13 @@ class CudaRunner:
 
     def _apply(self, step: Step, landing: _Landing) -> bool:
         """Start the step's swaps and copies, and send its deltas. Whether anything was swapped."""
-        gpu = self.gpu
-        swapped = bool(step.swaps) and self._tier is not None
-        if swapped:
-            assert self._tier is not None
-            gpu.driver.record(landing.begun, gpu.stream)
-            self._tier.move(step.swaps)
-            gpu.driver.record(landing.moved, gpu.stream)
+        gpu, tier = self.gpu, self._tier
+        swapped = bool(step.swaps) and tier is not None
+        if tier is not None:
+            tier.join()
+            if swapped:
+                tier.move(step.swaps, _written(step), landing.begun, landing.moved)
+                gpu.driver.record(landing.started, gpu.stream)
         apply_deltas(self._slots, step)
         tokens, stride = gpu.address(self._slots.tokens), self._slots.tokens.shape[1]
         for admit in step.admit:
@@ -296,19 +303,29 @@ class Flight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Landing:
-    """Where a step's result arrives: pinned memory, and events for when its parts are done."""
+    """Where a step's result arrives: pinned memory, and events for when its parts are done.
+
+    `begun` and `moved` stand around its swaps, `started` and `ended` around what it computes beside them.
+    """
 
     memory: U8Array
     done: int
     begun: int
     moved: int
+    started: int
     ended: int
 
     @classmethod
     def make(cls, gpu: Gpu, num_bytes: int) -> _Landing:
-        timed = (gpu.driver.event(timed=True) for _ in range(3))
+        timed = (gpu.driver.event(timed=True) for _ in range(4))
         return cls(gpu.pin(num_bytes), gpu.driver.event(), *timed)
 
     def close(self, gpu: Gpu) -> None:
-        for event in (self.done, self.begun, self.moved, self.ended):
+        for event in (self.done, self.begun, self.moved, self.started, self.ended):
             gpu.driver.destroy_event(event)
+
+
+def _written(step: Step) -> set[tuple[int, int]]:
+    """(group, block) that the step may write, of those that its sequences have since this step."""
+    found = {(delta.group, block) for delta in step.tables for block in delta.blocks}
+    return found | {(copy.group, copy.target) for copy in step.copies}

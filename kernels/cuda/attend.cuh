@@ -10,16 +10,19 @@
 // order, and a row never looks at another. So for one instantiation and one split the result depends neither on how
 // many queries, rows or sequences there are nor on the block size.
 //
-// Layout of the cache: a block of `block_stride` bytes holds, `layer_offset` bytes in, for each KV head K [kBlock]
-// [kHeadDim], the scales of K, V likewise, and its scales (bfloat16 [kBlock], int8 only). 16 bytes aligned.
+// What costs nothing as an argument is one, so that there are few specializations: the type of queries and outputs, the
+// size of blocks, window and sinks.
+//
+// Layout of the cache: a block of `block_stride` bytes holds, `layer_offset` bytes in, for each KV head K [tokens]
+// [kHeadDim], the scales of K, V likewise, and its scales (bfloat16 [tokens], int8 only). 16 bytes aligned.
 #pragma once
 
 #include "fragments.cuh"
 
 namespace llmctl::cuda {
 
-constexpr int kWindow = 1, kSoftCap = 2, kSinks = 4;
-constexpr int kFineWeights = 8;  // weights to twice the bits of what the tensor cores multiply, in two products
+constexpr int kUnit = 16;  // tokens of the smallest block; all have a power of two of them
+constexpr int kFloatAct = 0, kHalfAct = 1;  // what queries and outputs are; 2: Bf16
 
 // What one block of threads computes: rows tile * kRows ... of the sequence's packed rows, over tokens begin ... end.
 // `begin` is a multiple of kTile.
@@ -68,8 +71,8 @@ LLMCTL_DEVICE float tanh_of(float x) {
   return x < 0 ? -y : y;
 }
 
-template <class Act, class Mma, class Kv, int kHeadDim, int kBlock, int kWarpsM, int kWarpsN, int kTile, int kStages,
-          int kFlags>
+template <class Mma, class Kv, int kHeadDim, int kWarpsM, int kWarpsN, int kTile, int kStages, bool kFineWeights,
+          bool kSoftCap>
 struct AttendShape {
   static constexpr int kRows = 16 * kWarpsM;
   static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
@@ -81,7 +84,8 @@ struct AttendShape {
   static constexpr bool kSwizzle = kChunks % 8 == 0;  // else rows differ in their banks anyway
   static constexpr int kVStride = kRowBytes + (kChunks % 2 == 0 ? 16 : 0);
   static constexpr bool kScaled = kSame<Kv, Int8>;
-  static constexpr bool kFine = (kFlags & kFineWeights) != 0 && kIs16<Mma>;
+  // Weights to twice the bits of what the tensor cores multiply, in two products.
+  static constexpr bool kFine = kFineWeights && kIs16<Mma>;
   static constexpr int kScaleBytes = kScaled ? kTile * 2 : 0;
   static constexpr int kStageBytes = kTile * (kRowBytes + kVStride) + 2 * kScaleBytes;
   static constexpr int kSteps = kHeadDim / 16;
@@ -90,21 +94,20 @@ struct AttendShape {
   static constexpr int kQueryBytes = kQueriesShared ? kWarpsM * kSteps * 32 * static_cast<int>(sizeof(OperandA<Mma>)) : 0;
   // Rounded weights are summed as the tensor cores multiply with them, and by them, so that their errors largely cancel.
   static constexpr bool kSumsByMma = kIs16<Mma> && !kScaled && !kFine;
-  // Queries as Halfs need a scale of their own to stay within its range.
-  static constexpr bool kQueryUnit = kSame<Mma, Half> && !kSame<Act, Half>;
+  // Queries of another type need a scale of their own to stay within the range of Half.
+  static constexpr bool kQueryUnit = kSame<Mma, Half>;
   static constexpr bool kExact = kSame<Mma, Fp32>;
   // Copies of one step that a thread starts; it knows their blocks a step ahead if that takes few registers. In a regular
   // shape they are kRowsAtOnce rows apart, so that all but the block is known when compiling.
   static constexpr int kPasses = (kTile * kChunks + kThreads - 1) / kThreads;
   static constexpr int kIdsAhead = kPasses <= 8 ? kStages - 1 : 1;
   static constexpr int kRowsAtOnce = kThreads >= kChunks ? kThreads / kChunks : 1;
-  static constexpr bool kRegular = kThreads % kChunks == 0 && kTile % kRowsAtOnce == 0 && kTile % kBlock == 0 &&
-                                   (kBlock % kRowsAtOnce == 0 || kRowsAtOnce % kBlock == 0);
+  static constexpr bool kRegular = kThreads % kChunks == 0 && kTile % kRowsAtOnce == 0 &&
+                                   (kUnit % kRowsAtOnce == 0 || kRowsAtOnce % kUnit == 0);
   static constexpr int kOutStride = kHeadDim + 8;
-  static constexpr int kHalfBytes = kBlock * (kRowBytes + (kScaled ? 2 : 0));
+  static constexpr int kTokenBytes = kRowBytes + (kScaled ? 2 : 0);
   static_assert(kHeadDim % 32 == 0 && kRowBytes % 16 == 0);
   static_assert(kWarpTokens % 16 == 0 && kTile % 16 == 0);
-  static_assert(kBlock % 8 == 0 && (kBlock & (kBlock - 1)) == 0);
   static_assert(kStages >= 2);
 };
 
@@ -115,26 +118,32 @@ struct StepBlocks {
 };
 
 // Of the step from token `first` on. Tokens outside of begin ... end have no block.
-template <class S, int kBlock, int kTile>
-LLMCTL_DEVICE void find_step(StepBlocks<S>& blocks, const int32_t* table, int first, int begin, int end) {
+template <class S, int kTile>
+LLMCTL_DEVICE void find_step(StepBlocks<S>& blocks, const int32_t* table, int block_bits, int first, int begin,
+                             int end) {
   if (S::kRegular && first >= begin && first + kTile <= end) {
-    const int32_t* from = table + (first / kBlock + static_cast<int>(threadIdx.x) / S::kChunks / kBlock);
+    // Units of tokens lie in one block, and a thread's copies in one unit, or as many units apart as are copied at once.
+    const int unit = S::kRowsAtOnce > kUnit ? static_cast<int>(threadIdx.x) / S::kChunks / kUnit * kUnit : 0;
 #pragma unroll
-    for (int pass = 0; pass < S::kPasses; ++pass) blocks.id[pass] = from[pass * S::kRowsAtOnce / kBlock];
+    for (int pass = 0; pass < S::kPasses; ++pass) {
+      blocks.id[pass] = table[(first + unit + pass * S::kRowsAtOnce / kUnit * kUnit) >> block_bits];
+    }
     return;
   }
 #pragma unroll
   for (int pass = 0; pass < S::kPasses; ++pass) {
     const int row = (threadIdx.x + pass * S::kThreads) / S::kChunks, token = first + row;
-    blocks.id[pass] = row < kTile && token >= begin && token < end ? table[token / kBlock] : -1;
+    blocks.id[pass] = row < kTile && token >= begin && token < end ? table[token >> block_bits] : -1;
   }
 }
 
 // Starts copying one step's K, V and scales. What has no block becomes zeros, so that a weight of 0 can be multiplied
 // with them.
-template <class S, int kBlock, int kTile>
+template <class S, int kTile>
 LLMCTL_DEVICE void load_step(unsigned char* stage, const uint8_t* head, uint32_t block_stride,
-                             const StepBlocks<S>& blocks, const int32_t* table, int first, int begin, int end) {
+                             const StepBlocks<S>& blocks, const int32_t* table, int block_bits, int first, int begin,
+                             int end) {
+  const int within = (1 << block_bits) - 1, half_bytes = S::kTokenBytes << block_bits;
   if constexpr (S::kScaled) {
     unsigned char* scales = stage + kTile * (S::kRowBytes + S::kVStride);
     for (int i = threadIdx.x; i < kTile; i += S::kThreads) {
@@ -143,25 +152,27 @@ LLMCTL_DEVICE void load_step(unsigned char* stage, const uint8_t* head, uint32_t
       const bool valid = token + 1 >= begin && token < end;
       const uint8_t* k = head;
       if (valid) {
-        k += static_cast<uint64_t>(static_cast<uint32_t>(table[token / kBlock])) * block_stride +
-             (token % kBlock * 2 + kBlock * S::kRowBytes);
+        k += static_cast<uint64_t>(static_cast<uint32_t>(table[token >> block_bits])) * block_stride +
+             ((token & within) * 2 + (S::kRowBytes << block_bits));
       }
-      copy_4(scales + half * S::kScaleBytes + row * 2, k + (valid ? half * S::kHalfBytes : 0), valid);
+      copy_4(scales + half * S::kScaleBytes + row * 2, k + (valid ? half * half_bytes : 0), valid);
     }
   }
   if (S::kRegular && first >= begin && first + kTile <= end) {
     const int row = threadIdx.x / S::kChunks, chunk = threadIdx.x % S::kChunks;
-    const uint8_t* from = head + (row % kBlock * S::kRowBytes + chunk * 16);
+    const uint8_t* from = head + (row % kUnit * S::kRowBytes + chunk * 16);
+    const int unit = first + (S::kRowsAtOnce > kUnit ? row / kUnit * kUnit : 0);
     unsigned char* k_to = stage + row * S::kRowBytes + (S::kSwizzle ? chunk ^ (row & 1) << 2 : chunk) * 16;
     unsigned char* v_to = stage + kTile * S::kRowBytes + row * S::kVStride + chunk * 16;
 #pragma unroll
     for (int pass = 0; pass < S::kPasses; ++pass) {
       const int ahead = pass * S::kRowsAtOnce;
-      const uint8_t* k = from + static_cast<uint64_t>(static_cast<uint32_t>(blocks.id[pass])) * block_stride;
+      const uint8_t* k = from + static_cast<uint64_t>(static_cast<uint32_t>(blocks.id[pass])) * block_stride +
+                         ((unit + ahead / kUnit * kUnit) & within) * S::kRowBytes;
       const int flipped = S::kSwizzle && ahead % 2 == 1 ? 1 : 0;  // the row's parity is not that of the first pass
       unsigned char* to = flipped ? stage + row * S::kRowBytes + (chunk ^ (~row & 1) << 2) * 16 : k_to;
-      copy_16(to + ahead * S::kRowBytes, k + ahead % kBlock * S::kRowBytes);
-      copy_16(v_to + ahead * S::kVStride, k + ahead % kBlock * S::kRowBytes + S::kHalfBytes);
+      copy_16(to + ahead * S::kRowBytes, k + ahead % kUnit * S::kRowBytes);
+      copy_16(v_to + ahead * S::kVStride, k + half_bytes + ahead % kUnit * S::kRowBytes);
     }
     return;
   }
@@ -173,32 +184,52 @@ LLMCTL_DEVICE void load_step(unsigned char* stage, const uint8_t* head, uint32_t
     const uint8_t* k = head;
     if (valid) {
       k += static_cast<uint64_t>(static_cast<uint32_t>(blocks.id[pass])) * block_stride +
-           ((first + row) % kBlock * S::kRowBytes + chunk * 16);
+           (((first + row) & within) * S::kRowBytes + chunk * 16);
     }
     const int placed = S::kSwizzle ? chunk ^ (row & 1) << 2 : chunk;
     copy_16(stage + row * S::kRowBytes + placed * 16, k, valid);
-    copy_16(stage + kTile * S::kRowBytes + row * S::kVStride + chunk * 16, k + (valid ? S::kHalfBytes : 0), valid);
+    copy_16(stage + kTile * S::kRowBytes + row * S::kVStride + chunk * 16, k + (valid ? half_bytes : 0), valid);
   }
 }
 
-// Writes four dimensions of one row: values over weights, to which a sink adds its own, times what V was divided by.
-template <class Act, bool kHasSinks>
-LLMCTL_DEVICE void finish_row(Act* to, float (&v)[4], float top, float weights, const float* sinks, int head,
-                              float value_scale) {
-  if constexpr (kHasSinks) {
+// Values over weights of four dimensions of one row, to which a sink, if there are any, adds its own, times what V was
+// divided by.
+template <bool kExact>
+LLMCTL_DEVICE void finish_values(float (&v)[4], float top, float weights, const float* sinks, int head,
+                                 float value_scale) {
+  if (sinks != nullptr) {
     const float sink = sinks[head] * kLog2e, most = fmaxf(top, sink);
-    const float share = exp2_of<kSame<Act, float>>(top - most);
-    weights = fmaf(weights, share, exp2_of<kSame<Act, float>>(sink - most));
+    const float share = exp2_of<kExact>(top - most);
+    weights = fmaf(weights, share, exp2_of<kExact>(sink - most));
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[i] *= share;
   }
   const float inverse = 1.0f / weights;
 #pragma unroll
   for (int i = 0; i < 4; ++i) v[i] = v[i] * inverse * value_scale;
+}
+
+template <class Act>
+LLMCTL_DEVICE void store_four(Act* to, const float (&v)[4]) {
   if constexpr (sizeof(Act) == 4) {
     store_vec(to, Vec4{{bits_of(v[0]), bits_of(v[1]), bits_of(v[2]), bits_of(v[3])}});
   } else {
     store_vec(to, Vec2{{pack_pair<Act>(v[0], v[1]), pack_pair<Act>(v[2], v[3])}});
+  }
+}
+
+// Writes four finished values at place `at` of `out`.
+LLMCTL_DEVICE void finish_row(void* out, int act, int64_t at, float (&v)[4], float top, float weights,
+                              const float* sinks, int head, float value_scale) {
+  if (act == kFloatAct) {
+    finish_values<true>(v, top, weights, sinks, head, value_scale);
+    store_four(static_cast<float*>(out) + at, v);
+    return;
+  }
+  finish_values<false>(v, top, weights, sinks, head, value_scale);
+  if (act == kHalfAct) store_four(static_cast<Half*>(out) + at, v);
+  if constexpr (kHasBf16) {
+    if (act != kHalfAct) store_four(static_cast<Bf16*>(out) + at, v);
   }
 }
 
@@ -229,19 +260,22 @@ struct Weights {
 };
 
 // grid: (work items that could be, KV heads). Blocks beyond *num_work do nothing, so that a recorded grid serves any step.
-//   out, q       [rows, heads * kHeadDim], strides in elements
+//   out, q       [rows, heads * kHeadDim] of `act` (kFloatAct ...), strides in elements
 //   part_values  float32 [parts, KV heads, kRows, kHeadDim]: sums of weight * V
 //   part_scales  float32 [parts, KV heads, kRows, 2]: largest score (in log2) and sum of weights
-//   sinks        float32 [heads]: one more score for every row, whose value is 0
+//   sinks        float32 [heads]: one more score for every row, whose value is 0; null: none
+//   block_bits   a block has 1 << block_bits tokens, at least kUnit
+//   window       tokens that a query sees, itself included; 0: all
+//   soft_cap     of kSoftCap: scores become soft_cap * tanh(score / soft_cap)
 //   value_scales float32 [KV heads]: what V was divided by before it was stored; null: 1
-template <class Act, class Mma, class Kv, int kHeadDim, int kBlock, int kWarpsM, int kWarpsN, int kTile, int kStages,
-          int kFlags>
-__global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
-    attend(Act* out, float* part_values, float* part_scales, const Act* q, const uint8_t* arena, const int32_t* tables,
-           const AttendWork* work, const int32_t* num_work, const float* sinks, int64_t block_stride,
-           int64_t layer_offset, int max_blocks, int q_stride, int out_stride, int group, int window, float scale,
-           float soft_cap, const float* value_scales) {
-  using S = AttendShape<Act, Mma, Kv, kHeadDim, kBlock, kWarpsM, kWarpsN, kTile, kStages, kFlags>;
+template <class Mma, class Kv, int kHeadDim, int kWarpsM, int kWarpsN, int kTile, int kStages, bool kFineWeights,
+          bool kSoftCap>
+__global__ void LLMCTL_THREADS(32 * kWarpsM * kWarpsN)
+    attend(void* out, float* part_values, float* part_scales, const void* q, const uint8_t* arena,
+           const int32_t* tables, const AttendWork* work, const int32_t* num_work, const float* sinks,
+           int64_t block_stride, int64_t layer_offset, int max_blocks, int q_stride, int out_stride, int group,
+           int window, float scale, float soft_cap, const float* value_scales, int act, int block_bits) {
+  using S = AttendShape<Mma, Kv, kHeadDim, kWarpsM, kWarpsN, kTile, kStages, kFineWeights, kSoftCap>;
   if (static_cast<int>(blockIdx.x) >= num_work[0]) return;
   const AttendWork item = work[blockIdx.x];
   const int kv_head = blockIdx.y, kv_heads = gridDim.y;
@@ -261,23 +295,23 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
     position[half] = item.first_position + row / group;
   }
   const int first_query = item.tile * S::kRows / group;
+  // The first token that a query sees is this far behind it, or before all of them.
+  const int behind = window > 0 ? window - 1 : 0x3fffffff;
   // Tokens that every row of the tile sees.
-  const int seen_by_all = (kFlags & kWindow)
-                              ? item.first_position + (item.tile * S::kRows + S::kRows - 1) / group + 1 - window
-                              : 0;
+  const int seen_by_all = item.first_position + (item.tile * S::kRows + S::kRows - 1) / group - behind;
   const int seen_by_all_end = min(item.end, item.first_position + first_query + 1);
-  const int first_needed = (kFlags & kWindow) ? max(0, item.first_position + first_query + 1 - window) : 0;
-  const uint8_t* head = arena + layer_offset + static_cast<int64_t>(kv_head) * 2 * S::kHalfBytes;
+  const int first_needed = max(0, item.first_position + first_query - behind);
+  const uint8_t* head = arena + layer_offset + (static_cast<int64_t>(kv_head) * (2 * S::kTokenBytes) << block_bits);
   const int32_t* table = tables + static_cast<int64_t>(item.slot) * max_blocks;
   StepBlocks<S> blocks[S::kIdsAhead];
   const auto find = [&](StepBlocks<S>& to, int step) {
-    find_step<S, kBlock, kTile>(to, table, item.begin + step * kTile, first_needed, item.end);
+    find_step<S, kTile>(to, table, block_bits, item.begin + step * kTile, first_needed, item.end);
   };
   const auto start_step = [&](const StepBlocks<S>& from, int step, int slot) {
     const int first = item.begin + step * kTile;
     if (first < item.end) {
-      load_step<S, kBlock, kTile>(stages + slot * S::kStageBytes, head, static_cast<uint32_t>(block_stride), from,
-                                  table, first, first_needed, item.end);
+      load_step<S, kTile>(stages + slot * S::kStageBytes, head, static_cast<uint32_t>(block_stride), from, table,
+                          block_bits, first, first_needed, item.end);
     }
     copy_commit();
   };
@@ -299,18 +333,18 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = item.tile * S::kRows + warp_m * 16 + g + 8 * half;
-      const Act* from = q + static_cast<int64_t>(item.first_row + row / group) * q_stride +
-                        (kv_head * group + row % group) * kHeadDim + dim;
-      if constexpr (sizeof(Act) == 4) {
-        const Vec4 raw = exists[half] ? load_vec<Vec4>(from) : Vec4{};
+      const int64_t at = static_cast<int64_t>(item.first_row + row / group) * q_stride +
+                         (kv_head * group + row % group) * kHeadDim + dim;
+      if (act == kFloatAct) {
+        const Vec4 raw = exists[half] ? load_vec<Vec4>(static_cast<const float*>(q) + at) : Vec4{};
 #pragma unroll
         for (int i = 0; i < 4; ++i) values[half][i] = float_of(raw.w[i]);
       } else {
-        const Vec2 raw = exists[half] ? load_vec<Vec2>(from) : Vec2{};
+        const Vec2 raw = exists[half] ? load_vec<Vec2>(static_cast<const uint16_t*>(q) + at) : Vec2{};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          values[half][2 * i] = low_of<Act>(raw.w[i]);
-          values[half][2 * i + 1] = high_of<Act>(raw.w[i]);
+          values[half][2 * i] = act == kHalfAct ? low_of<Half>(raw.w[i]) : low_of<Bf16>(raw.w[i]);
+          values[half][2 * i + 1] = act == kHalfAct ? high_of<Half>(raw.w[i]) : high_of<Bf16>(raw.w[i]);
         }
       }
     }
@@ -318,7 +352,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
   // What a row's scores are multiplied with; its query is divided by the power of two below its largest value if that
   // is needed to hold it.
   float unit_of_query[2] = {1, 1}, query_factor[2] = {1, 1};
-  if constexpr (S::kQueryUnit) {
+  if (S::kQueryUnit && act != kHalfAct) {
     float most[2] = {0, 0};
 #pragma unroll
     for (int step = 0; step < S::kSteps; ++step) {
@@ -338,7 +372,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     per_score[half] = unit_of_query[half] * scale;
-    per_score[half] = (kFlags & kSoftCap) ? per_score[half] / soft_cap : per_score[half] * kLog2e;
+    per_score[half] = kSoftCap ? per_score[half] / soft_cap : per_score[half] * kLog2e;
   }
   OperandA<Mma> queries[S::kQueriesShared ? 1 : S::kSteps];
 #pragma unroll
@@ -429,15 +463,15 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
     const int first = item.begin + step * kTile + warp_first;
     float per[2], most[2] = {-infinity(), -infinity()}, most_unit[2] = {unit[0], unit[1]};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) per[half] = (kFlags & kSoftCap) ? kLog2e : per_score[half];
-    if constexpr (S::kScaled || (kFlags & kSoftCap) != 0) {
+    for (int half = 0; half < 2; ++half) per[half] = kSoftCap ? kLog2e : per_score[half];
+    if constexpr (S::kScaled || kSoftCap) {
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float x = score[n][i];
           if constexpr (S::kScaled) x *= to_float(key_scales[warp_first + n * 8 + 2 * t + i % 2]);
-          if constexpr ((kFlags & kSoftCap) != 0) x = soft_cap * tanh_of<S::kExact>(x * per_score[i / 2]);
+          if constexpr (kSoftCap) x = soft_cap * tanh_of<S::kExact>(x * per_score[i / 2]);
           score[n][i] = x;
         }
       }
@@ -449,8 +483,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int half = i / 2, token = first + n * 8 + 2 * t + i % 2;
-          bool visible = token <= position[half] && token < item.end;
-          if constexpr ((kFlags & kWindow) != 0) visible = visible && token > position[half] - window;
+          const bool visible = token <= position[half] && token < item.end && token >= position[half] - behind;
           score[n][i] = visible ? score[n][i] : -infinity();
         }
       }
@@ -614,9 +647,8 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
       }
     } else {
       const int h = kv_head * group + row % group;
-      finish_row<Act, (kFlags & kSinks) != 0>(
-          out + static_cast<int64_t>(item.first_row + row / group) * out_stride + h * kHeadDim + dim, v, top, weights,
-          sinks, h, value_scales == nullptr ? 1.0f : value_scales[kv_head]);
+      finish_row(out, act, static_cast<int64_t>(item.first_row + row / group) * out_stride + h * kHeadDim + dim, v, top,
+                 weights, sinks, h, value_scales == nullptr ? 1.0f : value_scales[kv_head]);
     }
   }
 }
@@ -624,7 +656,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 // grid: (merge items that could be, KV heads, kMergeRows), 256 threads: each block joins every fourth of a tile's rows.
 // Lanes take the row's dimensions, warps every eighth part, in an order that depends on the number of parts alone.
 constexpr int kMergeRows = 4, kMergeWarps = 8;
-template <class Act, int kHeadDim, int kRows, bool kHasSinks>
+template <class Act, int kHeadDim, int kRows>
 __global__ void __launch_bounds__(32 * kMergeWarps)
     attend_merge(Act* out, const float* part_values, const float* part_scales, const MergeWork* work,
                  const int32_t* num_work, const float* sinks, int out_stride, int group, const float* value_scales) {
@@ -633,6 +665,7 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
   const int kv_head = blockIdx.y, kv_heads = gridDim.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   constexpr bool kExact = kSame<Act, float>;
   constexpr int kVecs = (kHeadDim + 127) / 128;  // of four dimensions, a lane
+  constexpr int kAtOnce = kVecs > 2 ? 2 : 4;     // parts under way; more of a wide one would not stay in registers
   float* shared = reinterpret_cast<float*>(dynamic_shared());  // [kMergeWarps][kHeadDim], then each warp's top and weights
   float* warp_scales = shared + kMergeWarps * kHeadDim;
   for (int r = blockIdx.z; r < kRows; r += kMergeRows) {
@@ -644,7 +677,7 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
     for (int p = lane; p < item.count; p += 32) top = fmaxf(top, part_scales[2 * (first + p * stride)]);
     top = max_lanes(top);
     float weights = 0, v[kVecs][4] = {};
-#pragma unroll 4
+#pragma unroll kAtOnce
     for (int p = warp; p < item.count; p += kMergeWarps) {
       const int64_t place = first + p * stride;
       const float share = exp2_of<kExact>(part_scales[2 * place] - top);
@@ -677,9 +710,8 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
         for (int k = 0; k < 4; ++k) all[k] += float_of(four.w[k]);
         of_all += warp_scales[w];
       }
-      finish_row<Act, kHasSinks>(
-          out + static_cast<int64_t>(item.first_row + row / group) * out_stride + h * kHeadDim + dim, all, top, of_all,
-          sinks, h, value_scales == nullptr ? 1.0f : value_scales[kv_head]);
+      finish_values<kExact>(all, top, of_all, sinks, h, value_scales == nullptr ? 1.0f : value_scales[kv_head]);
+      store_four(out + static_cast<int64_t>(item.first_row + row / group) * out_stride + h * kHeadDim + dim, all);
     }
     __syncthreads();
   }

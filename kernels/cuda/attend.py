@@ -18,7 +18,7 @@ from .source import Kernel
 from .types import ACTIVATIONS, EIGHT_BIT_KV, ELEMENT_BYTES, ELEMENTS
 
 HEADER = "attend.cuh"
-WINDOW, SOFT_CAP, SINKS, FINE_WEIGHTS = 1, 2, 4, 8  # as in attend.cuh
+ACT_CODES = {"f32": 0, "f16": 1, "bf16": 2}  # as in attend.cuh
 MERGE_THREADS, MERGE_ROWS = 256, 4  # kMergeRows of attend.cuh: blocks that share a tile's rows
 # Parts of fewer tiles cost more than they bring; what a part costs besides its tokens, and merging, in tokens.
 _SHORTEST, _PART_TOKENS, _MERGE_TOKENS = 2, 32, 128
@@ -27,38 +27,44 @@ COMPUTE = {"f16": "Half", "bf16": "Bf16", "tf32": "Tf32", "f32": "Fp32"}
 
 @dataclass(frozen=True, slots=True)
 class AttendShape:
-    """One specialization of `attend`.
+    """One specialization of `attend`, and the type of the queries that it is used for.
 
-    act      f32 | f16 | bf16: queries and outputs
+    act      f32 | f16 | bf16: queries and outputs, an argument of `attend`
     compute  what the tensor cores multiply: f16 | bf16 | tf32 | f32 (float32 as sums of two tf32)
     kv       format of the cache
     warps_m, warps_n  how warps divide rows and the tokens of a step;  tile: tokens per step;  stages: steps in flight
-    flags    WINDOW | SOFT_CAP | SINKS | FINE_WEIGHTS: the last lets the result have no error but its own rounding
+    fine     weights of twice the bits, so that the result has no error but its own rounding
+    soft_cap scores are capped
     """
 
     act: str
     compute: str
     kv: str
     head_dim: int
-    block_size: int
     warps_m: int
     warps_n: int
     tile: int
     stages: int
-    flags: int = 0
+    fine: bool = False
+    soft_cap: bool = False
 
     @property
     def kernel(self) -> Kernel:
+        flags = ", ".join("true" if flag else "false" for flag in (self.fine, self.soft_cap))
         return Kernel(
             HEADER,
-            f"attend<{ELEMENTS[self.act]}, {COMPUTE[self.compute]}, {ELEMENTS[self.kv]}, {self.head_dim}, "
-            f"{self.block_size}, {self.warps_m}, {self.warps_n}, {self.tile}, {self.stages}, {self.flags}>",
+            f"attend<{COMPUTE[self.compute]}, {ELEMENTS[self.kv]}, {self.head_dim}, "
+            f"{self.warps_m}, {self.warps_n}, {self.tile}, {self.stages}, {flags}>",
         )
 
     @property
     def merge_kernel(self) -> Kernel:
-        sinks = "true" if self.flags & SINKS else "false"
-        return Kernel(HEADER, f"attend_merge<{ELEMENTS[self.act]}, {self.head_dim}, {self.rows}, {sinks}>")
+        return Kernel(HEADER, f"attend_merge<{ELEMENTS[self.act]}, {self.head_dim}, {self.rows}>")
+
+    @property
+    def act_code(self) -> int:
+        """`act` as `attend` is told it."""
+        return ACT_CODES[self.act]
 
     @property
     def merge_shared_bytes(self) -> int:

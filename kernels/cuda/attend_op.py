@@ -9,6 +9,7 @@ from ..ops import ROWS, AttendArgs
 from .attend import MERGE_ROWS, MERGE_THREADS, AttendShape
 from .call import Argument, Call
 from .machine import Machine
+from .types import block_bits
 from .work_list import WorkList
 
 
@@ -55,6 +56,7 @@ class AttendOp:
             _p(machine.address(table)), _p(machine.address(work.work)), _p(counts), _p(self.sinks),
             _l(kv.block_stride), _l(kv.layer_offset), _i(table.shape[1]), _i(args.q.shape[1]), _i(width), _i(group),
             _i(args.window), ctypes.c_float(1.0), ctypes.c_float(args.soft_cap), _p(self.value_scales),
+            _i(shape.act_code), _i(block_bits(kv.block_size)),
         )  # fmt: skip
         calls = [Call(shape.kernel, (items, kv.num_kv_heads, 1), shape.threads, shape.shared_bytes, attending)]
         if merges:

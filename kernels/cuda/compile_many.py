@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import multiprocessing
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import LlmctlError
-from .jit import Jit
+from .jit import Jit, Resources
 from .source import Kernel
 
 _WAITING = 4  # jobs handed out beyond those that run: few, so that an interrupt ends soon
@@ -31,12 +31,47 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a job. `error` is "" if it compiled; `spills` are bytes of registers in memory."""
+    """What became of a job. `error` is "" if it compiled, and then there are `resources`."""
 
     job: Job
     compiled: bool = False
-    spills: int = 0
+    resources: Resources | None = None
     error: str = ""
+
+    @property
+    def spills(self) -> int:
+        """Bytes of registers in memory."""
+        return 0 if self.resources is None else self.resources.spills
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The kernels of one template for one architecture: how many, and the most that a thread of one takes.
+
+    spills and local are bytes: registers that are kept in memory, and all that a thread has there.
+    """
+
+    template: str
+    arch: str
+    kernels: int
+    registers: int
+    spills: int
+    local: int
+
+
+def families(outcomes: Iterable[Outcome]) -> list[Family]:
+    """What compiled, by template and architecture, in the order in which they first came."""
+    kept: dict[tuple[str, str], list[Resources]] = {}
+    for outcome in outcomes:
+        if outcome.resources is not None:
+            kept.setdefault((outcome.job.kernel.template, outcome.job.arch), []).append(outcome.resources)
+    return [
+        Family(
+            template, arch, len(these), max(one.registers for one in these), max(one.spills for one in these),
+            max(one.stack for one in these),
+        )
+        for (template, arch), these in kept.items()
+    ]  # fmt: skip
 
 
 def compile_many(jobs: Sequence[Job], folder: Path, workers: int) -> Iterator[Outcome]:
@@ -87,4 +122,4 @@ def _compile(job: Job, folder: Path) -> Outcome:
         resources = jit.get(job.kernel).resources
     except LlmctlError as error:
         return Outcome(job, error=error.message)
-    return Outcome(job, compiled, resources.spill_stores + resources.spill_loads)
+    return Outcome(job, compiled, resources)

@@ -28,7 +28,7 @@ _TYPES = {"f16": 2, "bf16": 14}  # cudaDataType
 _TRANSPOSED, _PLAIN = 1, 0  # cublasOperation_t
 _COMPUTE_32F, _DEFAULT = 68, -1  # cublasComputeType_t, cublasGemmAlgo_t
 _WHOLE_SUMS = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION
-_WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises for Hopper
+WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises for Hopper
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +56,7 @@ class Cublas:
 
 def open_cublas(gpu: Gpu) -> Cublas | None:
     """The library for this GPU, None where there is none that works; the log says which."""
+    before, _ = gpu.driver.memory()
     library = _load()
     if library is None:
         log.info("no cuBLAS is found: our own kernels multiply 16-bit weights, which takes longer for many rows")
@@ -65,9 +66,7 @@ def open_cublas(gpu: Gpu) -> Cublas | None:
     try:
         found.call("cublasCreate_v2", ctypes.byref(handle))
         found.call("cublasSetStream_v2", handle, c_void_p(gpu.stream))
-        found.call(
-            "cublasSetWorkspace_v2", handle, c_void_p(gpu.allocate(_WORKSPACE_BYTES)), c_size_t(_WORKSPACE_BYTES)
-        )
+        found.call("cublasSetWorkspace_v2", handle, c_void_p(gpu.allocate(WORKSPACE_BYTES)), c_size_t(WORKSPACE_BYTES))
         found.call("cublasSetMathMode", handle, c_int(_WHOLE_SUMS))
         right = all(_trial(found, gpu, dtype) for dtype in _TYPES)
     except DriverError as error:
@@ -76,6 +75,8 @@ def open_cublas(gpu: Gpu) -> Cublas | None:
     if not right:
         log.warning("cuBLAS is not used: it gave a wrong product in a trial")
         return None
+    taken = before - gpu.driver.memory()[0] - WORKSPACE_BYTES
+    log.info("cuBLAS took %d bytes of device memory for itself beside its workspace of %d", taken, WORKSPACE_BYTES)
     return found
 
 

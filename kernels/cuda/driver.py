@@ -106,6 +106,10 @@ class Driver(Protocol):
         """Let the calling thread wait for the event; one that was never recorded has come."""
         ...
 
+    def follow(self, stream: int, event: int) -> None:
+        """Let what the stream is given from now on wait for the event, as it was last recorded; the host does not."""
+        ...
+
     def came(self, event: int) -> bool: ...
 
     def elapsed_ms(self, first: int, last: int) -> float:

@@ -33,13 +33,20 @@ from .source import Kernel
 log = logging.getLogger(__name__)
 
 _ALIGNMENT = 256
-_SENT_BYTES = 1 << 18  # of what `send` gives: more than the calls of one step refer to
+SENT_BYTES = 1 << 18  # of what `send` gives: more than the calls of one step refer to
+# Of a graph's node. What a driver takes differs from version to version and is not known before a capture: an estimate,
+# which no GPU has confirmed.
+NODE_BYTES = 4 << 10
 _CHUNK_BYTES = 16 << 20  # of pinned memory through which weights go, twice
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Graph:
-    """Launches that were captured together. `num_bytes` is the device memory that it took, as the driver tells."""
+    """Launches that were captured together.
+
+    num_bytes  of device memory: what the driver's free memory fell by when it was captured, or NODE_BYTES for each node
+               if that is more: drivers take memory for several graphs at once
+    """
 
     handle: int
     nodes: int
@@ -71,6 +78,7 @@ class Gpu:
     _pinned: list[int] = field(default_factory=list)
     _chunks: list[tuple[int, int]] = field(default_factory=list)  # address and event, while weights are copied
     _work: tuple[int, int] = (0, 0)  # address and size
+    _work_given: bool = False  # calls that were made may have its address
     _sent: tuple[int, int] = (0, 0)  # address, and bytes given out
     _thread: int = 0
     _capturing: bool = False
@@ -99,7 +107,7 @@ class Gpu:
 
     def collect(self, launch: Callable[[], None]) -> tuple[Kernel, ...]:
         """Every kernel that `launch` would launch. Nothing is, and nothing is sent."""
-        self._collected = {}
+        self._collected, self._work_given = {}, True
         try:
             launch()
         finally:
@@ -135,6 +143,8 @@ class Gpu:
     def workspace(self, num_bytes: int) -> int:
         address, size = self._work
         if size < num_bytes:
+            if address and not self._work_given:
+                self._free(address, size)
             address = self.allocate(num_bytes)
             self._work = address, num_bytes
         return address
@@ -142,10 +152,10 @@ class Gpu:
     def send(self, array: AnyArray) -> int:
         address, given = self._sent
         size = -(-array.nbytes // 16) * 16
-        assert size <= _SENT_BYTES // 4, size
+        assert size <= SENT_BYTES // 4, size
         if not address:
-            address = self.allocate(_SENT_BYTES)
-        if given + size > _SENT_BYTES:
+            address = self.allocate(SENT_BYTES)
+        if given + size > SENT_BYTES:
             given = 0
             self.feed.flush()  # no two pieces of one flush have the same place
         self._sent = address, given + size
@@ -165,6 +175,7 @@ class Gpu:
         if self._collected is not None:
             self._collected.update((call.kernel, None) for call in calls)
             return
+        self._work_given = True
         if self.feed.pending:
             assert not self._capturing, "what a step sends is sent before a capture begins"
             self.feed.flush()
@@ -184,6 +195,11 @@ class Gpu:
         self.used += size
         return address
 
+    def _free(self, address: int, num_bytes: int) -> None:
+        self.driver.free(address)
+        self._allocated.remove(address)
+        self.used -= max(_ALIGNMENT, -(-num_bytes // _ALIGNMENT) * _ALIGNMENT)
+
     def pin(self, num_bytes: int) -> U8Array:
         """Pinned host memory until `close`. Raises OutOfMemory."""
         address = self.driver.pin(num_bytes)
@@ -200,7 +216,7 @@ class Gpu:
         finally:
             self._capturing = False
             handle, nodes = self.driver.end_capture(self.stream)
-        return Graph(handle, nodes, max(0, before - self.driver.memory()[0]))
+        return Graph(handle, nodes, max(NODE_BYTES * nodes, before - self.driver.memory()[0]))
 
     def replay(self, graph: Graph) -> None:
         """Launch all of the graph, behind what was sent."""

@@ -5,6 +5,10 @@ waits for it, as late as a GPU could be: a host buffer that is written again too
 Each call is written down in order. What a real driver would answer with an error, or with wrong results some day, is a
 `Misuse`: memory that was freed, copies beyond the end of an allocation, asynchronous copies with memory that is not
 pinned, sources that change while they are copied; and in a capture whatever cannot be captured.
+
+Streams know of each other's work by `follow` alone. So when a copy could begin, its stream being ready for it, what it
+reads on the device is looked at, and what it writes is made useless; if another stream has changed either by the time
+that the copy is made, nothing had put the two in order.
 """
 
 from __future__ import annotations
@@ -97,6 +101,8 @@ class HostDriver:
     capability: tuple[int, int] = (8, 0)
     processors: int = 4
     memory_total: int = 2 << 30
+    node_bytes: int = 0  # of device memory that a captured launch takes
+    most_used: int = 0  # bytes of device memory, graphs included
     calls: list[Recorded] = field(default_factory=list)
     _device: _Area = field(default_factory=lambda: _Area("device memory"))
     _pinned: _Area = field(default_factory=lambda: _Area("pinned memory"))
@@ -153,16 +159,18 @@ class HostDriver:
             raise Misuse(f"{self._device.used} bytes of device memory and {self._pinned.used} pinned were not freed")
 
     def memory(self) -> tuple[int, int]:
-        return self.memory_total - self._device.used, self.memory_total
+        return self.memory_total - self._used, self.memory_total
 
     def allocate(self, num_bytes: int) -> int:
         self._outside_capture("allocate")
         self._note("allocate", num_bytes)
         if num_bytes <= 0:
             raise Misuse(f"{num_bytes} bytes of device memory are asked for")
-        if self._device.used + num_bytes > self.memory_total:
-            raise OutOfMemory(f"no room for {num_bytes} bytes beside {self._device.used} of {self.memory_total}")
-        return self._device.add(num_bytes)
+        if self._used + num_bytes > self.memory_total:
+            raise OutOfMemory(f"no room for {num_bytes} bytes beside {self._used} of {self.memory_total}")
+        address = self._device.add(num_bytes)
+        self.most_used = max(self.most_used, self._used)
+        return address
 
     def free(self, address: int) -> None:
         self._outside_capture("free")
@@ -210,16 +218,22 @@ class HostDriver:
         def come() -> None:
             state.came = number
 
-        self._waiting[stream].append(_Work(come))
+        self._waiting[stream].append(_Work(come, passes=True))
 
     def wait(self, event: int) -> None:
         self._outside_capture("wait")
         self._note("wait", event)
         state = self._events[event]
-        queue = self._waiting.get(state.stream)
-        while state.came < state.number:
-            assert queue, "an event that was recorded is waited for by its stream"
-            queue.popleft().run()
+        self._come(state, state.number)
+
+    def follow(self, stream: int, event: int) -> None:
+        self._outside_capture("follow")
+        self._note("follow", stream, event)
+        state = self._events[event]
+        number = state.number
+        self._waiting[stream].append(
+            _Work(lambda: self._come(state, number), ready=lambda: state.came >= number, passes=True)
+        )
 
     def came(self, event: int) -> bool:
         state = self._events[event]
@@ -250,7 +264,7 @@ class HostDriver:
             if self._device.real:
                 ctypes.memmove(target, source, num_bytes)
 
-        self._give(stream, _Work(copy))
+        self._give(stream, self._watched(copy, target, num_bytes, written=True))
 
     def download(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         self._outside_capture("download")
@@ -270,7 +284,7 @@ class HostDriver:
                 ctypes.memset(target, 1, num_bytes)
             self._arriving.pop(target, None)
 
-        self._give(stream, _Work(copy))
+        self._give(stream, self._watched(copy, source, num_bytes, written=False))
 
     def move(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         self._note("move", target, source, num_bytes)
@@ -354,8 +368,11 @@ class HostDriver:
         if stream not in self._captured:
             raise Misuse("a capture is ended that was not begun")
         works = tuple(self._captured.pop(stream))
+        if self._used + self.node_bytes * len(works) > self.memory_total:
+            raise OutOfMemory(f"no room for a graph of {len(works)} launches beside {self._used} bytes")
         handle = next(self._handles)
         self._graphs[handle] = works
+        self.most_used = max(self.most_used, self._used)
         self._note("end_capture", handle, len(works))
         return handle, len(works)
 
@@ -369,6 +386,10 @@ class HostDriver:
     def destroy_graph(self, graph: int) -> None:
         self._note("destroy_graph", graph)
         del self._graphs[graph]
+
+    @property
+    def _used(self) -> int:
+        return self._device.used + self.node_bytes * sum(map(len, self._graphs.values()))
 
     def _note(self, name: str, *numbers: int) -> None:
         self.calls.append(Recorded(name, "", numbers))
@@ -386,9 +407,52 @@ class HostDriver:
             self._waiting[stream].append(work)
 
     def _drain(self, stream: int) -> None:
+        while self._waiting[stream]:
+            self._do_next(stream)
+
+    def _come(self, state: _Event, number: int) -> None:
+        """Do what the event, as it was recorded for the `number`th time, waits for."""
+        while state.came < number:
+            assert self._waiting.get(state.stream), "an event that was recorded is waited for by its stream"
+            self._do_next(state.stream)
+
+    def _do_next(self, stream: int) -> None:
+        self._look_ahead()
         queue = self._waiting[stream]
-        while queue:
-            queue.popleft().run()
+        queue[0].run()  # which may be to wait for another stream, but never for this one
+        queue.popleft()
+
+    def _look_ahead(self) -> None:
+        """Let every copy that could begin notice it: of each stream the first things that wait for nothing else."""
+        for queue in self._waiting.values():
+            read = False
+            for work in queue:
+                # What is written may be what a copy before has still to read, or one behind will.
+                if not work.ready() or (work.begin is None and not work.passes) or (work.written and read):
+                    break
+                if work.begin is not None:
+                    work.begin()
+                    read = True
+                if work.written:
+                    break
+
+    def _watched(self, copy: Callable[[], None], address: int, num_bytes: int, *, written: bool) -> _Work:
+        """The copy, which complains if its device memory changes between when it could begin and when it is made."""
+        seen: list[int] = []
+
+        def begin() -> None:
+            if not seen and self._device.real:
+                if written:
+                    ctypes.memset(address, _POISON, num_bytes)
+                seen.append(_checksum(address, num_bytes))
+
+        def run() -> None:
+            if seen and _checksum(address, num_bytes) != seen[0]:
+                what = "writes" if written else "reads"
+                raise Misuse(f"a copy {what} {num_bytes} bytes at {address:#x} that another stream changed meanwhile")
+            copy()
+
+        return _Work(run, begin=begin, written=written)
 
     def _checked_copy(
         self, name: str, to: _Area, target: int, of: _Area, source: int, num_bytes: int
@@ -405,9 +469,17 @@ class HostDriver:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
-    """Something that a stream was given."""
+    """Something that a stream was given.
+
+    ready   whether it need not wait for another stream;  passes: what comes behind could begin with it
+    begin   notes that it could begin now, for a copy; `written` if it writes to the device
+    """
 
     run: Callable[[], None]
+    ready: Callable[[], bool] = lambda: True
+    passes: bool = False
+    begin: Callable[[], None] | None = None
+    written: bool = False
 
 
 @dataclass(slots=True, eq=False)

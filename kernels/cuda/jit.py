@@ -29,6 +29,8 @@ ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_12
 
 # No fusing of products and sums but where a kernel says fmaf: two specializations then agree bit for bit.
 FLAGS = ("-std=c++17", "--fmad=false", "-default-device", "--ptxas-options=-v", "--ptxas-options=--warn-on-spills")
+# For a kernel that spills registers without it (prims.cuh).
+ONE_BLOCK = "-DLLMCTL_ONE_BLOCK"
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +43,10 @@ class Resources(msgspec.Struct, frozen=True):
     spill_loads: int
     stack: int
     shared: int
+
+    @property
+    def spills(self) -> int:
+        return self.spill_stores + self.spill_loads
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -92,7 +98,7 @@ class Jit:
         return self._read(self._key(kernel)) is not None
 
     def _key(self, kernel: Kernel) -> str:
-        return text_hash(headers_of(kernel.header), kernel.expression, self.arch, *FLAGS)
+        return text_hash(headers_of(kernel.header), kernel.expression, self.arch, *FLAGS, ONE_BLOCK)
 
     def _read(self, key: str) -> Cubin | None:
         try:
@@ -138,6 +144,14 @@ def compile_cubin(kernel: Kernel, arch: str) -> Cubin:
     if arch not in ARCHITECTURES:
         raise UsageError(f"--arch is `{arch}`", f"choose one of: {', '.join(ARCHITECTURES)}")
     options = (f"-arch={arch}", *FLAGS, f"-I{FOLDER}")
+    cubin = _compiled(kernel, options)
+    if cubin.resources.spills:
+        roomy = _compiled(kernel, (*options, ONE_BLOCK))
+        cubin = min(cubin, roomy, key=lambda one: one.resources.spills)
+    return cubin
+
+
+def _compiled(kernel: Kernel, options: tuple[str, ...]) -> Cubin:
     code, symbol, log = nvrtc.compile(prologue(kernel.header), kernel.expression, options)
     return Cubin(code, symbol, parse_resources(log))
 

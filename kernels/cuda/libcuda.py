@@ -45,6 +45,7 @@ _PARAMETERS: dict[str, tuple[Any, ...]] = {
     "cuStreamCreate": (_OUT, c_uint),
     "cuStreamDestroy_v2": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),
+    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuEventCreate": (_OUT, c_uint),
     "cuEventDestroy_v2": (c_void_p,),
     "cuEventRecord": (c_void_p, c_void_p),
@@ -140,6 +141,9 @@ class LibCuda:
 
     def wait(self, event: int) -> None:
         self._call("cuEventSynchronize", event)
+
+    def follow(self, stream: int, event: int) -> None:
+        self._call("cuStreamWaitEvent", stream, event, 0)
 
     def came(self, event: int) -> bool:
         status = self._function("cuEventQuery")(event)

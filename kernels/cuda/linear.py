@@ -26,7 +26,7 @@ WEIGHTS = {
     "fp8_e4m3": "WeightE4m3",
     **{kind: ELEMENTS[kind] for kind in ACTIVATIONS},
 }
-ENDS = {"store": "End::kStore", "add": "End::kAdd", "silu": "End::kSilu", "gelu": "End::kGelu"}
+ENDS = {"store": "End::kStore", "add": "End::kStore", "silu": "End::kSilu", "gelu": "End::kGelu"}
 VECTOR_WARPS = 8
 FMA_THREADS = REDUCE_THREADS = GATHER_THREADS = 128
 FMA_ROWS, FMA_PANELS, FMA_SHARED = 32, 4, 4 * (32 + 64) * 68  # linear_fma.cuh
@@ -146,10 +146,10 @@ def vector_kernel(layer: Linear) -> Kernel:
     return Kernel("linear_vector.cuh", f"linear_vector<{_types(layer)}, {VECTOR_WARPS}, {ENDS[layer.end]}>")
 
 
-def fma_kernel(layer: Linear) -> Kernel:
+def fma_kernel(layer: Linear, *, grouped: bool = False) -> Kernel:
     assert layer.dtype == "f32", layer.dtype
     types = _types(layer).removeprefix("float, ")
-    return Kernel("linear_fma.cuh", f"linear_fma<{types}, {ENDS[layer.end]}>")
+    return Kernel("linear_fma.cuh", f"linear_fma<{types}, {ENDS[layer.end]}, {'true' if grouped else 'false'}>")
 
 
 def vector_shared(layer: Linear) -> int:
@@ -171,6 +171,7 @@ def fma_call(layer: Linear, rows: int, at: Addresses) -> Call:
     arguments = (
         _p(at.y), _p(at.x), *weight_arguments(layer, at.weight), _p(at.bias), _p(at.residual),
         _i(rows), _i(layer.outputs), _i(layer.inputs), _i(layer.width),
+        _p(0), _p(0), _i(1), _l(0), _l(0), _l(0),
     )  # fmt: skip
     grid = (-(-layer.panels // FMA_PANELS), -(-rows // FMA_ROWS), 1)
     return Call(fma_kernel(layer), grid, FMA_THREADS, FMA_SHARED, arguments)

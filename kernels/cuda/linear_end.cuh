@@ -5,10 +5,9 @@
 
 namespace llmctl::cuda {
 
-// kStore  y = sum + bias
-// kAdd    y = residual + sum + bias, with the residual in y's layout (y itself, too)
+// kStore  y = residual + sum + bias, with the residual, if there is one, in y's layout (y itself, too)
 // kSilu, kGelu  y[j] = f(sum of gate j) * sum of up j, where a panel's outputs 0..7 are gates and 8..15 their ups
-enum class End { kStore, kAdd, kSilu, kGelu };
+enum class End { kStore, kSilu, kGelu };
 
 template <End kEnd>
 constexpr bool kGated = kEnd == End::kSilu || kEnd == End::kGelu;
@@ -68,7 +67,7 @@ LLMCTL_DEVICE void end_panel(T* y, const T* bias, const T* residual, long row, i
     for (int half = 0; half < 2; ++half) {
       const int column = first + 8 * half;
       if (column >= outputs) continue;
-      if constexpr (kEnd == End::kAdd) {
+      if (residual != nullptr) {
         float low, high;
         load_pair(residual + row * width + column, low, high);
         sums[half][0] += low;

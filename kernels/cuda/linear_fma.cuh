@@ -1,7 +1,8 @@
 // y[m, n] = x[m, k] weight[n, k]^T in float32 throughout, one fma per input in ascending order: what the CPU's kernels
 // compute with a float weight, to the bit. With codes, the sums of a group are scaled and added like that.
 //
-// A block of 128 threads computes 32 rows of 4 panels; grid (panels / 4, rows / 32). Per step of 64 inputs, rows
+// A block of 128 threads computes 32 rows of 4 panels; grid (panels / 4, rows / 32). Grouped: see linear_mma.cuh, with
+// tiles of 32 rows. Per step of 64 inputs, rows
 // [32][64 + 4] and decoded weights [64][4 panels * 16 + 4] lie in shared memory, an output's column at
 // scale_place(output); a thread sums 4 rows of the 4 outputs of one lane of a panel.
 #pragma once
@@ -13,10 +14,12 @@ namespace llmctl::cuda {
 constexpr int kFmaRows = 32;
 constexpr int kFmaPanels = 4;
 
-template <class W, int kGroup, Zero kZero, class Scale, End kEnd>
-__global__ void __launch_bounds__(128)
+template <class W, int kGroup, Zero kZero, class Scale, End kEnd, bool kGrouped>
+__global__ void __launch_bounds__(128, 1)
     linear_fma(float* y, const float* x, const unsigned char* codes, const Scale* scales, const void* zeros,
-               const float* bias, const float* residual, int rows, int outputs, int inputs, int width) {
+               const float* bias, const float* residual, int rows, int outputs, int inputs, int width,
+               const int* row_ids, const int* tile_expert, int row_divisor, long code_stride, long scale_stride,
+               long zero_stride) {
   constexpr bool kByGroup = kScaled<W> && kGroup > 0, kMin = kZero == Zero::kMin;
   constexpr int kPerGroup = kByGroup && kGroup < kUnitInputs ? kGroup : kUnitInputs;  // inputs of a group in one step
   constexpr int kRowStride = kUnitInputs + 4, kColumnStride = kFmaPanels * kPanelOutputs + 4;
@@ -31,14 +34,35 @@ __global__ void __launch_bounds__(128)
   const int my_rows = tid / 16 * 4, my_panel = first_panel + tid % 16 / 4, my_t = tid % 4;  // of the sums
   const int decoded = min(first_panel + warp, panels - 1), weighed = min(my_panel, panels - 1);
 
+  const bool batched = kGrouped && row_ids == nullptr;
+  const int tile = static_cast<int>(blockIdx.y);
+  const int expert = !kGrouped ? 0 : batched ? tile % row_divisor : tile_expert[tile];
+  if constexpr (kGrouped) {
+    if (expert < 0) return;
+    codes += expert * code_stride;
+    scales = reinterpret_cast<const Scale*>(reinterpret_cast<const unsigned char*>(scales) + expert * scale_stride);
+    zeros = static_cast<const unsigned char*>(zeros) + expert * zero_stride;
+    if (bias != nullptr) bias += static_cast<long>(expert) * (outputs + outputs % 2);
+  }
+  // Row of y, -1 for none.
+  const auto row_of = [&](int r) {
+    if (batched) {
+      const int row = tile / row_divisor * kFmaRows + r;
+      return row < rows ? row * row_divisor + expert : -1;
+    }
+    if constexpr (kGrouped) return row_ids[first_row + r];
+    return first_row + r < rows ? first_row + r : -1;
+  };
+
   float part[4][4] = {}, total[kByGroup ? 4 : 1][4] = {}, of_rows[kMin ? 4 : 1] = {};
   for (int step = 0; step < steps; ++step) {
     __syncthreads();
     for (int i = tid; i < kFmaRows * kUnitInputs / 4; i += 128) {
       const int r = i / (kUnitInputs / 4), column = i % (kUnitInputs / 4) * 4, k = step * kUnitInputs + column;
-      const bool valid = first_row + r < rows && k < inputs;
-      store_vec(row_tile + r * kRowStride + column,
-                valid ? load_vec<Vec4>(x + static_cast<long>(first_row + r) * inputs + k) : Vec4{});
+      const int row = row_of(r);
+      const bool valid = row >= 0 && k < inputs;
+      const long source = kGrouped && !batched ? row / row_divisor : row;
+      store_vec(row_tile + r * kRowStride + column, valid ? load_vec<Vec4>(x + source * inputs + k) : Vec4{});
     }
     Vec4 unit[kUnitVectors<W>];
     const unsigned char* from = codes + (static_cast<long>(decoded) * steps + step) * kUnitBytes<W> + lane * 16;
@@ -104,7 +128,8 @@ __global__ void __launch_bounds__(128)
   }
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
-    if (first_row + my_rows + r >= rows) continue;
+    const int row = row_of(my_rows + r);
+    if (row < 0) continue;
     float sums[2][2];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
@@ -115,7 +140,7 @@ __global__ void __launch_bounds__(128)
       }
       sums[c / 2][c % 2] = v;
     }
-    end_panel<float, kEnd>(y, bias, residual, first_row + my_rows + r, my_panel, my_t, outputs, width, sums);
+    end_panel<float, kEnd>(y, bias, residual, row, my_panel, my_t, outputs, width, sums);
   }
 }
 

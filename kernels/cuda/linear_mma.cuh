@@ -12,7 +12,8 @@
 //
 // Grouped (MoE): a tile of rows belongs to one expert. row_ids [tiles][kBlockM] names the output row of each row, -1 for
 // none, and is read from row id / row_divisor of x; tile_expert [tiles] is -1 behind the last. The weight's parts of
-// expert e begin e strides of bytes further on, its bias e rows.
+// expert e begin e strides of bytes further on, its bias e rows. Without row_ids the layer is batched: of each of `rows`
+// rows every expert has one, row * row_divisor + expert of both x and y, and row_divisor experts take tiles in turn.
 #pragma once
 
 #include "linear_end.cuh"
@@ -74,13 +75,19 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 
   int* ids = reinterpret_cast<int*>(shared + kStages * kStageBytes);
   if constexpr (kGrouped) {
-    const int expert = tile_expert[blockIdx.y];
+    const bool batched = row_ids == nullptr;
+    const int tile = static_cast<int>(blockIdx.y);
+    const int expert = batched ? tile % row_divisor : tile_expert[tile];
     if (expert < 0) return;
     codes += expert * code_stride;
     scales = reinterpret_cast<const Scale*>(reinterpret_cast<const unsigned char*>(scales) + expert * scale_stride);
     zeros = static_cast<const unsigned char*>(zeros) + expert * zero_stride;
     if (bias != nullptr) bias += static_cast<long>(expert) * (outputs + outputs % 2);
-    for (int i = tid; i < kBlockM; i += kThreads) ids[i] = row_ids[first_row + i];
+    for (int i = tid; i < kBlockM; i += kThreads) {
+      const int row = tile / row_divisor * kBlockM + i;
+      ids[i] = !batched ? row_ids[first_row + i] : row < rows ? row * row_divisor + expert : -1;
+    }
+    if (batched) row_divisor = 1;
     __syncthreads();
   }
   // Row of y, -1 for none.

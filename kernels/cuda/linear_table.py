@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from ..formats import WeightFormat
 from . import linear, lora, moe
 from .linear import End, Linear
-from .linear_tiles import NARROW_TILES, TILES, Tile, shared_bytes, stage_bytes, tiles_of
+from .linear_tiles import TILES, Tile, shared_bytes, stage_bytes, tiles_of
 from .listed import Listed
 from .source import Kernel
 from .types import ACTIVATIONS, ELEMENTS
 
 # One group per output has no size of its own in a kernel: any that is not in pack.GROUPS stands for it.
 WHOLE = 4096
+# What checkpoints hold: of those with minima, GGUF's alone.
 CODES = (
     *(WeightFormat("int4", group, zero) for group in (32, 64, 128, WHOLE) for zero in ("none", "int")),
     WeightFormat("int4", 32, "min"),
     WeightFormat("nf4", 64, "none", "f32"),
     *(WeightFormat("int8", group) for group in (32, 128, WHOLE)),
     *(WeightFormat("fp8_e4m3", group, "none", "f32") for group in (128, WHOLE)),
+    WeightFormat("int8", 64),
+    *(WeightFormat("nf4", group, "none", "f32") for group in (32, 128, WHOLE)),
+    *(WeightFormat("fp8_e4m3", group, "none", "f32") for group in (32, 64)),
 )
-ENDS: tuple[End, ...] = ("store", "add", "silu", "gelu")
-SIXTEEN_BIT = ("f16", "bf16")
 
 
-def linear_kernels(
-    dtype: str, formats: Iterable[WeightFormat], ends: Iterable[End] = ("store", "add")
-) -> Iterator[Listed]:
-    """What linear layers of these formats launch, whatever their number of rows."""
-    for weight, end in itertools.product(formats, ends):
-        layer = Linear(dtype, weight, WHOLE, WHOLE, end)
+def linear_kernels(dtype: str, formats: Iterable[WeightFormat]) -> Iterator[Listed]:
+    """What linear layers of these formats launch, whatever their number of rows, and with a residual or without."""
+    for weight in formats:
+        layer = Linear(dtype, weight, WHOLE, WHOLE)
         if weight.is_float and dtype not in (weight.kind, "f32"):
             continue
         yield Listed(linear.vector_kernel(layer), 32 * linear.VECTOR_WARPS, linear.vector_shared(layer))
@@ -43,14 +44,13 @@ def linear_kernels(
 
 
 def all_linears(dtypes: Sequence[str] = ACTIVATIONS, *, expert_tiles: int = 4) -> Iterator[Listed]:
-    """Every combination of storage and ends with activations of these types; of experts, so many of the tiles."""
+    """Every combination of storage with activations of these types; of experts, so many of the tiles."""
     for dtype in dtypes:
-        yield from linear_kernels(dtype, (*CODES, *map(WeightFormat, ACTIVATIONS)), ENDS)
+        yield from linear_kernels(dtype, (*CODES, *map(WeightFormat, ACTIVATIONS)))
         yield Listed(linear.gather_kernel(dtype), linear.GATHER_THREADS)
         yield from _adapters(dtype, lora.RANKS)
-    for dtype in dtypes:
-        if dtype in SIXTEEN_BIT:
-            yield from _experts(dtype, (*CODES, WeightFormat(dtype)), expert_tiles)
+        formats = map(WeightFormat, ACTIVATIONS if dtype == "f32" else (dtype,))
+        yield from expert_kernels(dtype, (*CODES, *formats), expert_tiles)
 
 
 def linear_representatives(act: str) -> Iterator[Listed]:
@@ -66,7 +66,8 @@ def linear_representatives(act: str) -> Iterator[Listed]:
     yield Listed(linear.fma_kernel(plain), linear.FMA_THREADS, linear.FMA_SHARED)
     yield Listed(linear.gather_kernel(act), linear.GATHER_THREADS)
     yield from _adapters(act, (16,))
-    yield from itertools.islice(_experts(act, (CODES[3],)), 5)
+    yield from itertools.islice(expert_kernels(act, (CODES[3],)), 5)
+    yield Listed(linear.fma_kernel(replace(plain, end="silu"), grouped=True), linear.FMA_THREADS, linear.FMA_SHARED)
 
 
 def _mma(layer: Linear, tile: Tile, *, grouped: bool = False) -> Listed:
@@ -77,18 +78,21 @@ def _mma(layer: Linear, tile: Tile, *, grouped: bool = False) -> Listed:
     return Listed(linear.mma_kernel(layer, tile, grouped=grouped), tile.threads, shared, in_flight)
 
 
-def _experts(dtype: str, formats: Iterable[WeightFormat], most_tiles: int = 4) -> Iterator[Listed]:
+def expert_kernels(dtype: str, formats: Iterable[WeightFormat], most_tiles: int = 4) -> Iterator[Listed]:
+    """What experts of these formats launch besides the linear layer of their scores."""
     for score in moe.SCORES:
         yield Listed(Kernel(moe.HEADER, f"moe_route<{ELEMENTS[dtype]}, {moe.SCORES[score]}>"), moe.ROUTE_THREADS)
     yield Listed(moe.combine_kernel(dtype, add=True), moe.COMBINE_THREADS)
-    yield Listed(moe.group_kernel(TILES[0]), moe.GROUP_THREADS, 8 * moe.MAX_EXPERTS)
+    yield Listed(moe.group_kernel(TILES[0].rows), moe.GROUP_THREADS, 8 * moe.MAX_EXPERTS)
     ends: tuple[End, ...] = ("store", "silu")
     for weight, end in itertools.product(formats, ends):
         layer = Linear(dtype, weight, WHOLE, WHOLE, end)
-        yield from (_mma(layer, tile, grouped=True) for tile in tiles_of(weight)[:most_tiles])
-    yield Listed(moe.combine_kernel(dtype, add=False), moe.COMBINE_THREADS)
-    for rows in dict.fromkeys(tile.rows for tile in (*TILES, *NARROW_TILES)):
-        yield Listed(Kernel(moe.HEADER, f"moe_group<{rows}>"), moe.GROUP_THREADS, 8 * moe.MAX_EXPERTS)
+        if dtype == "f32":
+            yield Listed(linear.fma_kernel(layer, grouped=True), linear.FMA_THREADS, linear.FMA_SHARED)
+        else:
+            yield from (_mma(layer, tile, grouped=True) for tile in tiles_of(weight)[:most_tiles])
+    for rows in moe.TILE_ROWS[:most_tiles]:
+        yield Listed(moe.group_kernel(rows), moe.GROUP_THREADS, 8 * moe.MAX_EXPERTS)
 
 
 def _adapters(dtype: str, ranks: Iterable[int]) -> Iterator[Listed]:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..formats import WeightFormat
+from .jit import architecture
+from .tiles import SMS
 
 UNIT = 64  # inputs of one step
 SHARED_LIMIT = 99 << 10  # what a block may have on every architecture from sm_80 on
@@ -49,6 +51,16 @@ TILES = (
 )
 FLOAT_TILES = (*TILES[:3], Tile(4, 2, 2, 4, 2))  # 16-bit weights: two stages of the largest are 64 KiB
 NARROW_TILES = (*TILES[:3], Tile(4, 1, 2, 4, 3))  # half as many outputs
+
+
+def shared_limit(capability: tuple[int, int]) -> int:
+    """Shared memory that a block of a linear layer may have on a GPU of this compute capability."""
+    return min(SHARED_LIMIT, SMS[architecture(*capability)].block_shared)
+
+
+def expert_tiles(arch: str) -> int:
+    """How many of `tiles_of` serve experts: the largest would not stay in registers on the oldest."""
+    return 3 if arch == "sm_75" else 4
 
 
 def tiles_of(weight: WeightFormat) -> tuple[Tile, ...]:

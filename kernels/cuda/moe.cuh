@@ -16,15 +16,15 @@ enum class Score { kSoftmax, kSigmoid };
 constexpr int kMaxExperts = 512;  // of one token's scores: 16 per lane
 
 // logits [tokens, experts] -> ids, weights [tokens, choices], best first, ties to the lower id. One warp per token,
-// blocks of 4 warps. `bias` [experts] or null is added to scores for the choice alone; weights are the scores, divided by
+// blocks of 4 warps; there are *count tokens, whatever the grid has room for. `bias` [experts] or null is added to scores for the choice alone; weights are the scores, divided by
 // their sum if `normalize`, times `scale`.
 template <class T, Score kScore>
 __global__ void __launch_bounds__(128)
-    moe_route(int* ids, float* weights, const T* logits, const float* bias, int tokens, int experts, int choices,
+    moe_route(int* ids, float* weights, const T* logits, const float* bias, const int* count, int experts, int choices,
               int normalize, float scale) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int token = static_cast<int>(blockIdx.x) * 4 + static_cast<int>(threadIdx.x) / 32;
-  if (token >= tokens) return;
+  if (token >= *count) return;
   constexpr int kPerLane = kMaxExperts / 32;
   const float kNone = -3.0e38f;
   float score[kPerLane], rank[kPerLane];
@@ -92,12 +92,13 @@ __global__ void __launch_bounds__(128)
   if (lane < choices) weights[token * choices + lane] = (normalize ? mine / chosen_sum : mine) * scale;
 }
 
-// Pairs p = token * choices + choice, sorted by expert and then by p: row_ids [tiles][kTileRows] gets p, -1 where a tile
-// is not full; tile_expert [tiles] the tile's expert, -1 behind the last. One block of 512 threads; shared memory
-// 2 * experts ints. There must be as many tiles as pairs / kTileRows + experts.
+// Pairs p = token * choices + choice of *count tokens, sorted by expert and then by p: row_ids [tiles][kTileRows] gets p,
+// -1 where a tile is not full; tile_expert [tiles] the tile's expert, -1 behind the last. One block of 512 threads; shared
+// memory 2 * experts ints. There must be as many tiles as pairs / kTileRows + experts.
 template <int kTileRows>
 __global__ void __launch_bounds__(512)
-    moe_group(int* row_ids, int* tile_expert, const int* ids, int pairs, int experts, int tiles) {
+    moe_group(int* row_ids, int* tile_expert, const int* ids, const int* count, int choices, int experts, int tiles) {
+  const int pairs = *count * choices;
   int* counts = reinterpret_cast<int*>(dynamic_shared());
   int* first_tile = counts + experts;
   const int tid = static_cast<int>(threadIdx.x);
@@ -131,13 +132,13 @@ __global__ void __launch_bounds__(512)
 }
 
 // out[token] = (residual[token] +) sum over choices, in order, of weights[token, choice] * y[token * choices + choice].
-// Grid (width / 256, tokens), blocks of 128 threads, two columns each.
+// Grid (width / 256, tokens), blocks of 128 threads, two columns each; rows from *count on stay as they are.
 template <class T, bool kAdd>
 __global__ void __launch_bounds__(128)
-    moe_combine(T* out, const T* y, const float* weights, const T* residual, int choices, int width) {
+    moe_combine(T* out, const T* y, const float* weights, const T* residual, const int* count, int choices, int width) {
   const int column = (static_cast<int>(blockIdx.x) * 128 + static_cast<int>(threadIdx.x)) * 2;
   const long token = blockIdx.y;
-  if (column >= width) return;
+  if (column >= width || token >= *count) return;
   float low = 0, high = 0;
   for (int choice = 0; choice < choices; ++choice) {
     float a, b;

@@ -22,6 +22,14 @@ using int64_t = long long;
 
 #define LLMCTL_DEVICE __device__ __forceinline__
 
+// Threads of a block. The compiler gives each so many registers that several blocks run at once; where a thread would
+// have to keep values in memory for that, it is asked again to care for one block only (jit.py).
+#ifdef LLMCTL_ONE_BLOCK
+#define LLMCTL_THREADS(count) __launch_bounds__(count, 1)
+#else
+#define LLMCTL_THREADS(count) __launch_bounds__(count)
+#endif
+
 namespace llmctl::cuda {
 
 // Before sm_80 there are neither asynchronous copies, which are made at once then, nor bfloat16 nor tf32, and tensor cores

@@ -20,6 +20,8 @@ from ..ops import (
     ActMulArgs,
     AttendArgs,
     EmbedArgs,
+    ExpertsArgs,
+    LatentArgs,
     LinearArgs,
     NormAddArgs,
     NormArgs,
@@ -29,14 +31,16 @@ from ..ops import (
 from . import linear, steps
 from .attend import compute_of
 from .call import Call
+from .experts_op import build_experts, refuse_experts
 from .jit import architecture
+from .latent_op import build_latent, refuse_latent
 from .library import build_library, refuse_library
 from .linear import Addresses, Linear
-from .linear_tiles import SHARED_LIMIT
+from .linear_tiles import shared_limit
 from .machine import Machine
 from .pack import pack
 from .steps import DTYPES, as_stored
-from .tiles import SMS, missing, too_wide
+from .tiles import missing, too_wide
 
 MIN_CAPABILITY = (7, 5)  # matrix loads, and tensor cores whose operands lie as in all later ones
 
@@ -63,9 +67,10 @@ def entries() -> tuple[Entry, ...]:
         ("embed", steps.refuse_embed, steps.build_embed, "rows.cuh"),
         ("norm", steps.refuse_norm, steps.build_norm, "rows.cuh"),
         ("norm_add", steps.refuse_norm_add, steps.build_norm_add, "rows.cuh"),
-        ("latent", steps.refuse_latent, steps.build_latent, "steps.py"),
+        ("latent", refuse_latent, build_latent, "latent.cuh"),
         ("rope_store", steps.refuse_rope_store, steps.build_rope_store, "rope_store.cuh"),
         ("attend", steps.refuse_attend, steps.build_attend, "attend.cuh"),
+        ("experts", refuse_experts, build_experts, "moe.cuh"),
         ("act_mul", steps.refuse_act_mul, steps.build_act_mul, "apart.cuh"),
         ("kv_copy", steps.refuse_kv_copy, steps.build_kv_copy, "kv_blocks.cuh"),
     )
@@ -99,11 +104,11 @@ def _refuse_types(capability: tuple[int, int], args: Any) -> str | None:
     """Why an old GPU does not compute in the types of these arguments."""
     arch = architecture(*capability)
     match args:
-        case LinearArgs() | ActMulArgs():
+        case LinearArgs() | ActMulArgs() | ExpertsArgs():
             dtype = DTYPES.get(args.act.values.dtype)
         case NormArgs() | NormAddArgs():
             dtype = DTYPES.get(args.x.dtype)
-        case RopeStoreArgs() | AttendArgs():
+        case RopeStoreArgs() | AttendArgs() | LatentArgs():
             dtype = DTYPES.get(args.q.dtype)
         case EmbedArgs():
             dtype = DTYPES.get(args.out.dtype)
@@ -151,7 +156,7 @@ class LinearOp:
         at = Addresses(y, x, self.weight, self.bias, y if args.add else 0, work)
         return calls + linear.linear_calls(
             layer, rows, at, machine.processors,
-            deterministic=machine.deterministic, shared_limit=_shared_limit(machine),
+            deterministic=machine.deterministic, shared_limit=shared_limit(machine.capability),
         )  # fmt: skip
 
 
@@ -196,10 +201,10 @@ def _layer(args: LinearArgs) -> Linear:
 def _workspace(layer: Linear, rows: int, machine: Machine, *, ordered: bool) -> tuple[int, int]:
     """Bytes of partial sums, and of the inputs in the weight's order."""
     sums = linear.linear_workspace(
-        layer, rows, machine.processors, deterministic=machine.deterministic, shared_limit=_shared_limit(machine)
+        layer,
+        rows,
+        machine.processors,
+        deterministic=machine.deterministic,
+        shared_limit=shared_limit(machine.capability),
     )
     return -(-sums // 16) * 16, 4 * rows * layer.inputs if ordered else 0
-
-
-def _shared_limit(machine: Machine) -> int:
-    return min(SHARED_LIMIT, SMS[architecture(*machine.capability)].block_shared)

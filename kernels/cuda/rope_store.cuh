@@ -15,7 +15,6 @@
 
 namespace llmctl::cuda {
 
-constexpr int kNoRope = 0, kHalves = 1, kInterleaved = 2;  // dimension i rotates with i + rotary / 2, or 2i with 2i + 1
 
 // What an 8-bit format makes of a value without NaN; `scale` is the token's, of Int8 alone.
 template <class Kv>
@@ -86,22 +85,26 @@ LLMCTL_DEVICE bool is_finite(float v) { return (bits_of(v) & 0x7f800000u) != 0x7
 
 // grid: (rows that could be, ceil((heads + KV heads) / 4)), 128 threads. KV heads come behind the query heads.
 //   q      [rows, heads * kHeadDim], in place;  k, v  [rows, KV heads * kHeadDim];  strides in elements
-//   q_norm, k_norm  Act [kHeadDim] (kNorm);  cos, sin  float32 [positions, rotary / 2]
+//   q_norm, k_norm  Act [kHeadDim], or null: no norm
+//   rotary          dimensions that rotate, 0: none;  cos, sin  float32 [positions, rotary / 2]
+//   interleaved     dimension 2i rotates with 2i + 1; 0: i with i + rotary / 2
+//   block_bits      a block has 1 << block_bits tokens
 //   slot, position  int32 [rows];  tables  int32 [slots, max_blocks]
 //   kv_scales       float32 [2, KV heads] of an fp8 layer, or null: K and V are divided by them, queries multiplied
-//   order, follow   KeySteering's (kSteered: of an 8-bit format, whole heads rotated in halves or not at all)
+//   order, follow   KeySteering's (kSteered: of an 8-bit format, whole heads rotated in halves or not at all, so
+//                   `interleaved` is 0)
 //   q_scale         queries are multiplied with it
-template <class Act, class Kv, int kHeadDim, int kBlock, int kRope, bool kNorm, bool kSteered>
+template <class Act, class Kv, int kHeadDim, bool kSteered>
 __global__ void __launch_bounds__(128)
     rope_store(Act* q, const Act* k, const Act* v, uint8_t* arena, const int32_t* tables, const int32_t* slot,
                const int32_t* position, const int32_t* num_rows, const Act* q_norm, const Act* k_norm, const float* cos,
                const float* sin, const float* kv_scales, const int32_t* order, const float* follow,
                int64_t block_stride, int64_t layer_offset, int max_blocks, int heads, int kv_heads, int q_stride,
-               int kv_stride, int rotary, float eps, float q_scale) {
-  static_assert(!kSteered || (sizeof(Kv) == 1 && kRope != kInterleaved));
+               int kv_stride, int rotary, int interleaved, float eps, float q_scale, int block_bits) {
+  static_assert(!kSteered || sizeof(Kv) == 1);
   constexpr int kPairs = (kHeadDim / 2 + 31) / 32;
   constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Kv));
-  constexpr int kHalfBytes = kBlock * (kRowBytes + (kSame<Kv, Int8> ? 2 : 0));
+  const int half_bytes = (kRowBytes + (kSame<Kv, Int8> ? 2 : 0)) << block_bits;
   const int row = blockIdx.x, lane = threadIdx.x % 32;
   const int head = blockIdx.y * 4 + static_cast<int>(threadIdx.x) / 32;
   if (row >= num_rows[0] || head >= heads + kv_heads) return;
@@ -125,15 +128,15 @@ __global__ void __launch_bounds__(128)
       dim_a[i] = is_key && exists[i] ? order[kv_head * (kHeadDim / 2) + pair] : pair;
       dim_b[i] = dim_a[i] + kHeadDim / 2;
     } else {
-      const bool apart = kRope == kHalves && pair < rotary / 2;
-      const int beyond = kRope == kHalves ? rotary : 0;  // what does not rotate is paired with its neighbour
+      const bool apart = interleaved == 0 && pair < rotary / 2;
+      const int beyond = interleaved == 0 ? rotary : 0;  // what does not rotate is paired with its neighbour
       dim_a[i] = apart ? pair : beyond + 2 * (pair - beyond / 2);
       dim_b[i] = apart ? pair + rotary / 2 : dim_a[i] + 1;
     }
     a[i] = exists[i] ? to_float(from[dim_a[i]]) : 0.0f;
     b[i] = exists[i] ? to_float(from[dim_b[i]]) : 0.0f;
   }
-  if constexpr (kNorm) {
+  if (q_norm != nullptr) {
     const Act* weight = is_key ? k_norm : q_norm;
     float squares = 0;
 #pragma unroll
@@ -153,7 +156,7 @@ __global__ void __launch_bounds__(128)
     c[i] = 1;
     s[i] = 0;
     const int pair = lane + 32 * i;
-    if (kRope != kNoRope && pair < rotary / 2) {
+    if (pair < rotary / 2) {
       const int64_t at = static_cast<int64_t>(where) * (rotary / 2) + (kSteered ? dim_a[i] : pair);
       c[i] = cos[at];
       s[i] = sin[at];
@@ -175,10 +178,11 @@ __global__ void __launch_bounds__(128)
     return;
   }
 
-  const int block = tables[static_cast<int64_t>(slot[row]) * max_blocks + where / kBlock], inside = where % kBlock;
-  uint8_t* to = arena + block * block_stride + layer_offset + static_cast<int64_t>(kv_head) * 2 * kHalfBytes;
+  const int block = tables[static_cast<int64_t>(slot[row]) * max_blocks + (where >> block_bits)];
+  const int inside = where & ((1 << block_bits) - 1);
+  uint8_t* to = arena + block * block_stride + layer_offset + static_cast<int64_t>(kv_head) * 2 * half_bytes;
   Kv* keys = reinterpret_cast<Kv*>(to) + inside * kHeadDim;
-  Kv* values = reinterpret_cast<Kv*>(to + kHalfBytes) + inside * kHeadDim;
+  Kv* values = reinterpret_cast<Kv*>(to + half_bytes) + inside * kHeadDim;
   const Act* value = v + static_cast<int64_t>(row) * kv_stride + kv_head * kHeadDim;
   const float value_factor = kv_scales == nullptr ? 1.0f : 1.0f / kv_scales[kv_heads + kv_head];
   float va[kPairs], vb[kPairs];
@@ -239,7 +243,7 @@ __global__ void __launch_bounds__(128)
         (half == 0 ? b[i] : vb[i]) /= by;
       }
       if (lane == 0) {
-        auto* scales = reinterpret_cast<uint16_t*>(to + half * kHalfBytes + kBlock * kRowBytes);
+        auto* scales = reinterpret_cast<uint16_t*>(to + half * half_bytes + (kRowBytes << block_bits));
         scales[inside] = static_cast<uint16_t>(half == 0 && broken ? 0x7fffu : scale[half]);
       }
     }

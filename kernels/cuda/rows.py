@@ -7,20 +7,14 @@ from .types import ELEMENTS
 
 NORM_THREADS = (128, 256, 512)
 ACTIVATION = {"silu": 0, "gelu_tanh": 1, "relu2": 2}
-ROPE = {"none": 0, "halves": 1, "interleaved": 2}
 ROW_THREADS = 128
 HEADS_PER_BLOCK = 4
 
 
-def rope_store(
-    act: str, kv: str, head_dim: int, block_size: int, rope: str, *, norm: bool, steered: bool = False
-) -> Kernel:
+def rope_store(act: str, kv: str, head_dim: int, *, steered: bool = False) -> Kernel:
     """q and k normed and rotated, k and v stored; a block of threads does HEADS_PER_BLOCK heads of a row."""
-    flags = ", ".join("true" if flag else "false" for flag in (norm, steered))
-    return Kernel(
-        "rope_store.cuh",
-        f"rope_store<{ELEMENTS[act]}, {ELEMENTS[kv]}, {head_dim}, {block_size}, {ROPE[rope]}, {flags}>",
-    )
+    flag = "true" if steered else "false"
+    return Kernel("rope_store.cuh", f"rope_store<{ELEMENTS[act]}, {ELEMENTS[kv]}, {head_dim}, {flag}>")
 
 
 def embed(act: str) -> Kernel:

@@ -28,20 +28,19 @@ from ..ops import (
     KVCopy,
     KVCopyArgs,
     KVLayer,
-    LatentArgs,
     NormAddArgs,
     NormArgs,
     PackedWeight,
     RopeStoreArgs,
 )
 from . import rows as kernels
-from .attend import SINKS, SOFT_CAP, WINDOW, compute_of, refusal
+from .attend import compute_of, refusal
 from .attend_op import AttendOp, Lane
 from .call import Argument, Call
 from .jit import architecture
 from .machine import Machine
 from .tiles import choose_attend
-from .types import ELEMENTS
+from .types import ELEMENTS, block_bits, refuse_heads
 from .work_list import Tiles, make_work_list
 
 DTYPES = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16", np.dtype(np.uint16): "bf16"}
@@ -131,14 +130,6 @@ def build_norm_add(args: NormAddArgs, machine: Machine) -> tuple[StepOp]:
     return (StepOp(machine, args.batch, ROWS, lambda rows: [Call(kernel, (rows, 1, 1), threads, shared, fixed)]),)
 
 
-def refuse_latent(args: LatentArgs) -> str | None:
-    return "attention on latents runs on the CPU alone"
-
-
-def build_latent(args: LatentArgs, machine: Machine) -> tuple[StepOp]:
-    raise AssertionError("an entry that refuses was built")
-
-
 def refuse_act_mul(args: ActMulArgs) -> str | None:
     if args.activation not in kernels.ACTIVATION:
         return f"activation {args.activation}"
@@ -165,12 +156,8 @@ def refuse_rope_store(args: RopeStoreArgs) -> str | None:
 def build_rope_store(args: RopeStoreArgs, machine: Machine) -> tuple[StepOp]:
     kv, dtype = args.kv, DTYPES[args.q.dtype]
     table = args.batch.tables[kv.group]
-    rope = "none" if args.cos is None else "halves"
     steering = kv.steering if kv.format.bytes_per_value == 1 else None
-    kernel = kernels.rope_store(
-        dtype, kv.format.kind, kv.head_dim, kv.block_size, rope,
-        norm=args.q_norm is not None, steered=steering is not None,
-    )  # fmt: skip
+    kernel = kernels.rope_store(dtype, kv.format.kind, kv.head_dim, steered=steering is not None)
 
     def constant(array: F32Array | None, kind: str) -> ctypes.c_void_p:
         return _p(0 if array is None else machine.upload(as_stored(array, kind)))
@@ -183,8 +170,8 @@ def build_rope_store(args: RopeStoreArgs, machine: Machine) -> tuple[StepOp]:
         _p(0 if steering is None else machine.upload(steering.order)),
         constant(None if steering is None else steering.follow, "f32"),
         _l(kv.block_stride), _l(kv.layer_offset), _i(table.shape[1]), _i(args.num_heads), _i(kv.num_kv_heads),
-        _i(args.q.shape[1]), _i(args.k.shape[1]), _i(kv.head_dim),
-        ctypes.c_float(args.norm_eps), ctypes.c_float(args.q_scale),
+        _i(args.q.shape[1]), _i(args.k.shape[1]), _i(0 if args.cos is None else kv.head_dim), _i(0),
+        ctypes.c_float(args.norm_eps), ctypes.c_float(args.q_scale), _i(block_bits(kv.block_size)),
     )  # fmt: skip
     heads = -(-(args.num_heads + kv.num_kv_heads) // kernels.HEADS_PER_BLOCK)
     return (StepOp(machine, args.batch, ROWS, lambda rows: [Call(kernel, (rows, heads, 1), _THREADS, 0, fixed)]),)
@@ -216,10 +203,9 @@ def build_attend(args: AttendArgs, machine: Machine) -> tuple[AttendOp]:
 def _lane(args: AttendArgs, machine: Machine, split: int, *, prefill: bool, above: int, most: int) -> Lane:
     """The lane for sequences of more than `above` and at most `most` packed rows (0: of a tile); its list is shared."""
     kv, dtype, batch = args.kv, DTYPES[args.q.dtype], args.batch
-    flags = (WINDOW if args.window else 0) | (SOFT_CAP if args.soft_cap else 0) | (0 if args.sinks is None else SINKS)
     shape = choose_attend(
         architecture(*machine.capability), dtype, args.compute or compute_of(dtype, kv.format.kind), kv.format.kind,
-        kv.head_dim, kv.block_size, flags, prefill=prefill,
+        kv.head_dim, soft_cap=args.soft_cap != 0, prefill=prefill,
     )  # fmt: skip
     assert split % shape.tile == 0, shape.tile
     group = args.num_heads // kv.num_kv_heads
@@ -238,7 +224,8 @@ def refuse_kv_copy(args: KVCopyArgs) -> str | None:
 
 
 def build_kv_copy(args: KVCopyArgs, machine: Machine) -> KVCopy:
-    row, halves = args.head_dim * args.format.bytes_per_value, args.num_layers * args.num_kv_heads * 2
+    row = args.head_dim * args.format.bytes_per_value
+    halves = args.num_layers * args.num_kv_heads * (1 if args.latent else 2)
 
     def copy(source: int, target: int, tokens: int) -> None:
         copies = machine.send(np.array([source, target, tokens], np.int32))
@@ -290,9 +277,7 @@ def _refuse_cache(q: AnyArray, kv: KVLayer) -> str | None:
         return f"activations are {q.dtype}"
     if kind in ("f32", "f16", "bf16") and kind != DTYPES[q.dtype]:
         return f"a {kind} cache with {DTYPES[q.dtype]} activations"
-    if kv.head_dim % 32 != 0 or not 32 <= kv.head_dim <= 256:
-        return f"heads of {kv.head_dim} dimensions; multiples of 32 up to 256 are known"
-    return None if kv.block_size in (16, 32, 64) else f"blocks of {kv.block_size} tokens; 16, 32 and 64 are known"
+    return refuse_heads(kv.head_dim, kv.block_size)
 
 
 def _at(machine: Machine, array: AnyArray) -> ctypes.c_void_p:

@@ -12,17 +12,15 @@ from dataclasses import dataclass
 
 from ..formats import WeightFormat
 from . import rows
-from .attend import MERGE_THREADS, SINKS, SOFT_CAP, WINDOW, AttendShape, refusal
-from .linear_table import all_linears, linear_kernels, linear_representatives
+from .attend import COMPUTE, MERGE_THREADS, AttendShape, refusal
+from .latent_table import all_latents, heads_kernels, latent_kernels
+from .linear_table import all_linears, expert_kernels, linear_kernels, linear_representatives
+from .linear_tiles import expert_tiles
 from .listed import Listed
-from .tiles import SMS, choose_attend, missing, too_wide
-from .types import ACTIVATIONS, EIGHT_BIT_KV
+from .tiles import SMS, choose_attend, head_dims, missing
+from .types import ACTIVATIONS, EIGHT_BIT_KV, HEAD_DIMS
 
-HEAD_DIMS = (64, 96, 128, 256)
-BLOCK_SIZES = (16, 32)
-FLAGS = (0, WINDOW, SINKS, SINKS | WINDOW, SOFT_CAP, SOFT_CAP | WINDOW)
-COMPUTE = {"f16": ("f16",), "bf16": ("bf16", "f16"), "f32": ("f32", "tf32", "bf16")}
-WIDTHS = (1024, 4096, 8192)
+WIDTHS = (2048, 4096, 8192, 16384)  # the widest for each number of threads of a norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +31,11 @@ class ModelNeeds:
     compute: str
     kv: str
     head_dim: int
-    block_size: int
     hidden_size: int
     activation: str
-    windows: tuple[bool, ...]  # whether there are layers without and with a window
-    head_norms: bool
     weights: tuple[WeightFormat, ...] = ()  # of its linear layers, as they are multiplied
+    experts: bool = False
+    latent: tuple[int, int, int] | None = None  # heads, rank, and values of a rotated key
 
 
 def model_kernels(arch: str, needs: ModelNeeds) -> list[Listed]:
@@ -47,19 +44,19 @@ def model_kernels(arch: str, needs: ModelNeeds) -> list[Listed]:
         Listed(rows.embed(needs.act), rows.ROW_THREADS),
         *_norms(needs.act, needs.hidden_size),
         *_gated(needs.act, needs.activation),
-        *_stores(needs.act, needs.kv, needs.head_dim, needs.block_size, "halves", norm=needs.head_norms),
         *_of_16_bits(needs.act),
         *linear_kernels(needs.act, needs.weights),
+        *(expert_kernels(needs.act, needs.weights, expert_tiles(arch)) if needs.experts else ()),
         *_shared(),
     ]
-    for windowed in dict.fromkeys(needs.windows):
-        for prefill in (False, True):
-            listed += _attention(
-                choose_attend(
-                    arch, needs.act, needs.compute, needs.kv, needs.head_dim, needs.block_size,
-                    WINDOW if windowed else 0, prefill=prefill,
-                )
-            )  # fmt: skip
+    if needs.latent is not None:
+        listed += latent_kernels(arch, needs.act, *needs.latent)
+        return _fitting((*listed, *heads_kernels(needs.act, expert_tiles(arch))), arch)
+    listed += _stores(needs.act, needs.kv, needs.head_dim)
+    for prefill in (False, True):
+        listed += _attention(
+            choose_attend(arch, needs.act, needs.compute, needs.kv, needs.head_dim, soft_cap=False, prefill=prefill)
+        )
     return _fitting(listed, arch)
 
 
@@ -72,26 +69,31 @@ def representatives(arch: str) -> list[Listed]:
         *_quantized_norms(act, 4096),
         *_of_16_bits(act),
         *_gated(act, "silu"),
-        *_stores(act, "fp8_e4m3", 128, 16, "halves", norm=True),
+        *_stores(act, "fp8_e4m3", 128),
         *_shared(),
+        *all_latents(arch, act),
     ]
-    for of, compute, kv, flags, prefill in (
-        ("bf16", "bf16", "bf16", 0, False),
-        ("bf16", "bf16", "bf16", 0, True),
-        ("bf16", "f16", "fp8_e4m3", 0, False),
-        ("f16", "f16", "int8", WINDOW, False),
-        ("f16", "f16", "f16", 0, True),
-        ("f32", "f32", "f32", 0, False),
+    for of, compute, kv, soft_cap, prefill in (
+        ("bf16", "bf16", "bf16", False, False),
+        ("bf16", "bf16", "bf16", False, True),
+        ("bf16", "f16", "fp8_e4m3", False, False),
+        ("f16", "f16", "int8", True, False),
+        ("f16", "f16", "f16", False, True),
+        ("f32", "f32", "f32", False, False),
     ):
         if of in activations(arch) and missing(arch, compute) is None:
-            listed += _attention(choose_attend(arch, of, compute, kv, 128, 16, flags, prefill=prefill))
+            listed += _attention(choose_attend(arch, of, compute, kv, 128, soft_cap=soft_cap, prefill=prefill))
     return _fitting((*listed, *linear_representatives(act)), arch)
 
 
 def all_kernels(arch: str) -> list[Listed]:
-    """Every combination of types, head sizes, block sizes and flags that the architecture has memory for."""
-    # The largest tile of experts would not stay in registers on the oldest.
-    listed = [*_shared(), *all_linears(activations(arch), expert_tiles=3 if arch == "sm_75" else 4)]
+    """Every kernel that the engine can launch, whatever the model, and what ops for torch need besides.
+
+    Types, sizes and tiles are those of the functions that ops ask, so that what an op does not refuse is listed here
+    (test_table.py). Whatever else a template could be is left out: gated ends of dense layers, norms that quantize a
+    sum, and soft caps, which no model that runs here has; the op for torch compiles those when it is asked for one.
+    """
+    listed = [*_shared(), *all_linears(activations(arch), expert_tiles=expert_tiles(arch))]
     for act in activations(arch):
         listed.append(Listed(rows.embed(act), rows.ROW_THREADS))
         for width in WIDTHS:
@@ -99,30 +101,26 @@ def all_kernels(arch: str) -> list[Listed]:
         for name in rows.ACTIVATION:
             listed += _gated(act, name)
         listed += _of_16_bits(act)
-        for kv, head_dim, block_size in _caches(act):
-            for rope in rows.ROPE:
-                for norm in (False, True):
-                    listed += _stores(act, kv, head_dim, block_size, rope, norm=norm)
-            for compute in COMPUTE[act]:
-                if (refusal(act, compute, kv) or missing(arch, compute) or too_wide(arch, head_dim)) is not None:
-                    continue
-                for flags in FLAGS:
-                    for prefill in (False, True):
-                        shape = choose_attend(arch, act, compute, kv, head_dim, block_size, flags, prefill=prefill)
-                        listed += _attention(shape)
+        for kv, head_dim in itertools.product((act, *EIGHT_BIT_KV), HEAD_DIMS):
+            listed += _stores(act, kv, head_dim)
+        listed += all_latents(arch, act)
+        for shape in _shapes(arch, act):
+            listed += _attention(shape)
     return _fitting(listed, arch)
+
+
+def _shapes(arch: str, act: str) -> Iterator[AttendShape]:
+    """Of attention, all that an engine can ask for with activations of this type."""
+    for compute, kv in itertools.product(COMPUTE, (act, *EIGHT_BIT_KV)):
+        if (refusal(act, compute, kv) or missing(arch, compute)) is not None:
+            continue
+        for head_dim, prefill in itertools.product(head_dims(arch), (False, True)):
+            yield choose_attend(arch, act, compute, kv, head_dim, soft_cap=False, prefill=prefill)
 
 
 def activations(arch: str) -> tuple[str, ...]:
     """The types that an architecture computes in besides its tensor cores."""
     return tuple(act for act in ACTIVATIONS if act != "bf16" or missing(arch, act) is None)
-
-
-def _caches(act: str) -> Iterator[tuple[str, int, int]]:
-    for kv in (act, *EIGHT_BIT_KV):
-        for head_dim in HEAD_DIMS:
-            for block_size in BLOCK_SIZES:
-                yield kv, head_dim, block_size
 
 
 def _of_16_bits(act: str) -> list[Listed]:
@@ -138,11 +136,10 @@ def _gated(act: str, activation: str) -> list[Listed]:
     return [Listed(kernel, rows.ROW_THREADS) for kernel in kernels]
 
 
-def _stores(act: str, kv: str, head_dim: int, block_size: int, rope: str, *, norm: bool) -> list[Listed]:
+def _stores(act: str, kv: str, head_dim: int) -> list[Listed]:
     """With and without steering where there is any."""
-    ways = (False, True) if kv in EIGHT_BIT_KV and rope != "interleaved" else (False,)
-    kernels = (rows.rope_store(act, kv, head_dim, block_size, rope, norm=norm, steered=steered) for steered in ways)
-    return [Listed(kernel, rows.ROW_THREADS) for kernel in kernels]
+    ways = (False, True) if kv in EIGHT_BIT_KV else (False,)
+    return [Listed(rows.rope_store(act, kv, head_dim, steered=steered), rows.ROW_THREADS) for steered in ways]
 
 
 def _attention(shape: AttendShape) -> list[Listed]:
@@ -162,8 +159,7 @@ def _norms(act: str, width: int) -> list[Listed]:
 
 
 def _quantized_norms(act: str, width: int) -> list[Listed]:
-    ways = itertools.product(("fp8_e4m3", "int8"), (False, True))
-    kernels = (rows.rms_norm_quantize(act, code, width, residual=residual) for code, residual in ways)
+    kernels = (rows.rms_norm_quantize(act, code, width, residual=False) for code in ("fp8_e4m3", "int8"))
     return [Listed(kernel, threads, threads // 16 * 4) for kernel, threads in kernels]
 
 

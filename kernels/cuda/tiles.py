@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import NoKernel
-from .attend import FINE_WEIGHTS, AttendShape, refusal
+from .attend import AttendShape, refusal
+from .types import HEAD_DIMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +51,14 @@ def missing(arch: str, kind: str) -> str | None:
 
 def too_wide(arch: str, head_dim: int) -> str | None:
     """Why an architecture has no attention for heads of so many dimensions, None if it has."""
-    most = 128 if arch == "sm_75" else 256  # more would not stay in registers
-    if head_dim % 32 == 0 and 32 <= head_dim <= most:
-        return None
-    return f"heads have {head_dim} dimensions; multiples of 32 up to {most} are known"
+    known = head_dims(arch)
+    return None if head_dim in known else f"heads have {head_dim} dimensions; known are {', '.join(map(str, known))}"
+
+
+def head_dims(arch: str) -> tuple[int, ...]:
+    """The sizes of heads that an architecture has attention for."""
+    # More would not stay in the oldest's registers.
+    return tuple(dim for dim in HEAD_DIMS if arch != "sm_75" or dim <= 128)
 
 
 def choose_attend(
@@ -62,45 +67,52 @@ def choose_attend(
     compute: str,
     kv: str,
     head_dim: int,
-    block_size: int,
-    flags: int,
     *,
+    soft_cap: bool,
     prefill: bool,
     fine: bool | None = None,
 ) -> AttendShape:
     """The specialization for these types and sizes; raises NoKernel with the reason if there is none.
 
     Decode is bound by reading K and V: as many steps in flight as leave room for two blocks. Prefill is bound by the
-    tensor cores: two steps in flight do. So decode can afford fine weights, and has them where the result has as many
-    bits as what is multiplied; prefill, where they add a third to the products, rounds its weights as other
-    implementations do. `fine` decides otherwise.
+    tensor cores: two steps in flight do. So decode can afford fine weights, and has them in bf16, whose bits are the
+    fewest, and where the result has as many bits as what is multiplied; prefill, where they add a third to the
+    products, rounds its weights as other implementations do. `fine` decides otherwise.
     """
     reason = refusal(act, compute, kv) or missing(arch, compute)
     if reason is None and act == "bf16":
         reason = missing(arch, act)
     if reason is None:
         reason = too_wide(arch, head_dim)
-    if reason is None and block_size not in (16, 32, 64):
-        reason = f"blocks have {block_size} tokens; 16, 32 and 64 are known"
     if reason is not None:
         raise NoKernel(f"no attention on a GPU: {reason}", "choose another `--kv-cache-dtype` or `--dtype`, or a CPU")
-    if (not prefill and act == compute if fine is None else fine) and compute in ("f16", "bf16"):
-        flags |= FINE_WEIGHTS
+    if fine is None:
+        fine = not prefill and compute in ("bf16", act)
+    fine = fine and compute in ("f16", "bf16")
     sm = SMS[arch]
     if not prefill:
         for warps_m, warps_n, tile in _DECODE:
             for stages in (4, 3, 2):
-                shape = AttendShape(act, compute, kv, head_dim, block_size, warps_m, warps_n, tile, stages, flags)
+                shape = AttendShape(act, compute, kv, head_dim, warps_m, warps_n, tile, stages, fine, soft_cap)
                 if 2 * (shape.shared_bytes + sm.reserved) <= sm.shared:
                     return shape
     for warps_m, warps_n, tile in _PREFILL if prefill else _DECODE:
-        shape = AttendShape(act, compute, kv, head_dim, block_size, warps_m, warps_n, tile, 2, flags)
+        if prefill and tile > _most_tokens(compute, kv, head_dim):
+            continue
+        shape = AttendShape(act, compute, kv, head_dim, warps_m, warps_n, tile, 2, fine, soft_cap)
         if shape.shared_bytes <= sm.block_shared:
             return shape
     raise NoKernel(
         f"attention with {head_dim} dimensions of {kv} does not fit into the {sm.block_shared} bytes of {arch}",
         "use `--dtype bfloat16`, or a KV cache of 8 bits",
     )
+
+
+def _most_tokens(compute: str, kv: str, head_dim: int) -> int:
+    """Of a step of prefill, for sums, scores and scales to stay in registers."""
+    if compute == "f32":
+        return max(16, 128 - head_dim)
+    return 32 if kv == "int8" and head_dim > 192 else 64
 
 
 def blocks_per_sm(arch: str, threads: int, registers: int, shared_bytes: int) -> int:

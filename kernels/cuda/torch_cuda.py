@@ -17,9 +17,6 @@ from . import rows
 from .attend import (
     MERGE_ROWS,
     MERGE_THREADS,
-    SINKS,
-    SOFT_CAP,
-    WINDOW,
     Queries,
     choose_split,
     compute_of,
@@ -29,6 +26,7 @@ from .attend import (
 from .linear import Addresses, Linear
 from .source import Argument, Kernel
 from .tiles import choose_attend
+from .types import block_bits, refuse_heads
 
 ACTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 CODES = {torch.float8_e4m3fn: "fp8_e4m3", torch.int8: "int8"}
@@ -124,12 +122,13 @@ class CudaOps:
         layer_offset: int,
     ) -> None:
         (count, heads, dim), counts = k.shape, _counts(k[..., 0, :])
-        kernel = rows.rope_store(ACTS[k.dtype], kv_format, dim, block_size, "none", norm=False)
+        _check_heads("store_kv", dim, block_size)
+        kernel = rows.rope_store(ACTS[k.dtype], kv_format, dim)
         nothing = _p(None)
         arguments = (
             nothing, _p(k), _p(v), _p(arena), _p(tables), _p(slots), _p(positions), _p(counts),
             *(nothing,) * 7, _i64(arena.stride(0)), _i64(layer_offset), _i32(tables.shape[1]), _i32(0), _i32(heads),
-            _i32(0), _i32(heads * dim), _i32(dim), _f32(0.0), _f32(1.0),
+            _i32(0), _i32(heads * dim), _i32(0), _i32(0), _f32(0.0), _f32(1.0), _i32(block_bits(block_size)),
         )  # fmt: skip
         self.launcher.launch(kernel, (count, -(-heads // rows.HEADS_PER_BLOCK), 1), _THREADS, 0, arguments)
 
@@ -151,11 +150,11 @@ class CudaOps:
         value_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         _, heads, dim = q.shape
+        _check_heads("paged_attention", dim, block_size)
         act, group = ACTS[q.dtype], heads // kv_heads
-        flags = (WINDOW if window else 0) | (SOFT_CAP if soft_cap else 0) | (0 if sinks is None else SINKS)
         deterministic = torch.are_deterministic_algorithms_enabled()
         shape = choose_attend(
-            self.arch, act, compute_of(act, kv_format), kv_format, dim, block_size, flags,
+            self.arch, act, compute_of(act, kv_format), kv_format, dim, soft_cap=soft_cap != 0,
             prefill=not deterministic and max(queries) > 1,
         )  # fmt: skip
         firsts = [sum(queries[:i]) for i in range(len(queries))]
@@ -174,7 +173,8 @@ class CudaOps:
         arguments = (
             _p(out), _p(part_values), _p(part_scales), _p(q), _p(arena), _p(tables), _p(work), _p(counts), _p(sinks),
             _i64(arena.stride(0)), _i64(layer_offset), _i32(tables.shape[1]), _i32(heads * dim), _i32(heads * dim),
-            _i32(group), _i32(window), _f32(scale), _f32(soft_cap), _p(value_scales),
+            _i32(group), _i32(window), _f32(scale), _f32(soft_cap), _p(value_scales), _i32(shape.act_code),
+            _i32(block_bits(block_size)),
         )  # fmt: skip
         self.launcher.launch(shape.kernel, (len(plan.work), kv_heads, 1), shape.threads, shape.shared_bytes, arguments)
         if plan.parts:
@@ -195,6 +195,11 @@ class CudaOps:
             _p(out), _p(x), _p(residual), _p(weight), _p(None), _p(counts), _i32(width), _f32(eps)
         )  # fmt: skip
         self.launcher.launch(kernel, (count, 1, 1), threads, threads // 32 * 4, arguments)
+
+
+def _check_heads(name: str, head_dim: int, block_size: int) -> None:
+    if (reason := refuse_heads(head_dim, block_size)) is not None:
+        raise UsageError(f"llmctl::{name}: {reason}")
 
 
 def _rows(x: torch.Tensor) -> tuple[int, int]:

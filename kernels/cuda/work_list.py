@@ -18,6 +18,7 @@ from .machine import Machine
 
 PARTS_BYTES = 256 << 20  # of memory for parts of one launch
 MOST_ITEMS = 8192  # of one launch
+ITEM_BYTES = WORK.itemsize + MERGE.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from ..ops import (
     ActMulArgs,
     AttendArgs,
     EmbedArgs,
+    ExpertsArgs,
     KVCopyArgs,
     LatentArgs,
     LinearArgs,
@@ -25,7 +26,7 @@ from ..ops import (
     RopeStoreArgs,
     SampleArgs,
 )
-from . import act_mul, attend, embed, kv_copy, latent, linear, norm, norm_add, rope_store, sample
+from . import act_mul, attend, embed, experts, kv_copy, latent, linear, norm, norm_add, rope_store, sample
 
 
 def _weight_refusal(format: WeightFormat, k: int) -> str | None:
@@ -76,6 +77,13 @@ def _accepts_act_mul(args: ActMulArgs) -> str | None:
     return None if args.activation in act_mul.ACTIVATIONS else f"no activation `{args.activation}`"
 
 
+def _accepts_experts(args: ExpertsArgs) -> str | None:
+    if args.activation not in act_mul.ACTIVATIONS:
+        return f"no activation `{args.activation}`"
+    weights = (args.router, *args.gate, *args.up, *args.down)
+    return next(filter(None, (_weight_refusal(weight.format, weight.k) for weight in weights)), None)
+
+
 def _accepts_kv_copy(args: KVCopyArgs) -> str | None:
     return _kv_refusal(args.format)
 
@@ -101,6 +109,7 @@ ENTRIES = (
     _entry("attend", _accepts_attend, _one_op(attend.build)),
     _entry("latent", _accepts_latent, _one_op(latent.build)),
     _entry("act_mul", _accepts_act_mul, _one_op(act_mul.build)),
+    _entry("experts", _accepts_experts, _one_op(experts.build)),
     _entry("kv_copy", _accepts_kv_copy, kv_copy.build),
     _entry("sample", _accepts_sample, sample.build),
 )

@@ -22,7 +22,7 @@ KINDS = ("awq", "gptq", "gptq-sym", "gptq-v2-desc-act", "compressed", "compresse
 
 
 def write_quantized(folder: Path, kind: str, group: int = 32) -> dict[str, np.ndarray]:
-    """Turn the checkpoint in `folder` into one of this kind; the values of its tensors as float32."""
+    """Turn the checkpoint in `folder` into one of this kind, routers left alone; its tensors' values as float32."""
     tensors = load_file(folder / "model.safetensors")
     linears = quantized_linears({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     format = WeightFormat("int4", group, "none" if kind.endswith("sym") else "int")
@@ -31,7 +31,7 @@ def write_quantized(folder: Path, kind: str, group: int = 32) -> dict[str, np.nd
     values: dict[str, np.ndarray] = {}
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
-        if module not in linears:
+        if module not in linears or module.endswith("mlp.gate"):
             half = tensor.half()
             stored[name], values[name] = half.numpy(), half.float().numpy()
             continue

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import transformers
+from safetensors.numpy import save_file
 
 from llmctl.engine import config
 from llmctl.engine.llm import LLM
@@ -104,6 +106,13 @@ def test_float8_and_nf4_weights_stay_as_they_are(tmp_path: Path, kind: str) -> N
         assert kind.split("-")[0] in llm.frontend.info.weight_format
 
 
+def test_experts_in_int4_give_the_tokens_of_the_modules_with_their_values(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "int4", "qwen3-moe")
+    plain = shutil.copytree(model, tmp_path / "values")
+    save_file(write_quantized(model, "gptq"), plain / "model.safetensors")
+    assert tokens(model, "cuda", dtype="auto", kv_cache_dtype="float32") == tokens(plain, "auto")
+
+
 def write_wide(folder: Path, family: str) -> Path:
     """A tiny model of the family whose heads have 32 dimensions, the fewest that a GPU's attention takes."""
     config = copy.deepcopy(FAMILIES[family])
@@ -135,12 +144,20 @@ def test_every_family_gives_the_tokens_of_the_cpu(tmp_path: Path, family: str) -
 @pytest.mark.parametrize(
     ("family", "said"),
     [
-        ("gemma3", "heads of 24 dimensions; multiples of 32 up to 256 are known"),
-        ("deepseek-v2", "attention on latents runs on the CPU alone"),
-        ("mixtral", "a `mixtral` model is computed by transformers' modules, which run on the CPU alone"),
+        ("gemma3", "heads have 24 dimensions; known are 32, 64"),
+        ("deepseek-v2", "rotated keys of 8 values; multiples of 32 up to 128 are known"),
+        ("mixtral", "heads have 16 dimensions"),
+        ("olmo2", "a `olmo2` model is computed by transformers' modules, which run on the CPU alone"),
     ],
 )
 def test_what_a_gpu_cannot_run_is_refused_with_the_reason(tmp_path: Path, family: str, said: str) -> None:
     model = write_checkpoint(tmp_path, family)
     with pytest.raises(LlmctlError, match=said):
         LLM(str(model), dtype="float32", process=False, kernels="cuda", **OPTIONS)
+
+
+def test_experts_whose_inputs_are_in_an_order_of_their_own_are_refused(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path, "qwen3-moe")
+    write_quantized(model, "gptq-v2-desc-act")
+    with pytest.raises(LlmctlError, match=r"`model\.layers\.0\.mlp\.experts\.0.* inputs in an order of its own"):
+        tokens(model, "cuda", dtype="auto", kv_cache_dtype="float32")

@@ -12,15 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
+from llmctl.engine import assemble
+from llmctl.engine.config import EngineConfig
+from llmctl.engine.gpu_sizes import _KEPT_GRAPHS, _LAYER_NODES, _OTHER_NODES, gpu_workspace_bytes
 from llmctl.engine.llm import LLM
+from llmctl.engine.models.families import decoder_spec
 from llmctl.engine.request import SamplingParams
 from llmctl.kernels.cuda import devices
 from llmctl.kernels.cuda.emulate import compiler
+from llmctl.kernels.cuda.gpu import NODE_BYTES
 from llmctl.kernels.cuda.host_driver import HostDriver, Recorded
 from llmctl.kernels.errors import CapacityError, LlmctlError
 
-from .tiny import write_checkpoint
+from .tiny import FAMILIES, write_checkpoint
 
 BUILDS = Path(__file__).resolve().parents[2] / "build" / "emulated"
 OPTIONS = {"max_model_len": 96, "num_gpu_blocks_override": 24, "block_size": 16, "max_num_batched_tokens": 32}
@@ -81,6 +88,56 @@ def test_the_tokens_are_those_of_the_cpu(driver: HostDriver, model: Path, option
     assert any(call.name == "replay" for call in driver.calls) != bool(options)
 
 
+@pytest.mark.parametrize("family", ["qwen3-moe", pytest.param("mixtral-wide", marks=pytest.mark.slow)])
+def test_experts_give_the_tokens_of_the_modules_on_a_cpu(driver: HostDriver, tmp_path: Path, family: str) -> None:
+    model = write_checkpoint(tmp_path, family)
+    expected = tokens(model, "cpu")
+    assert tokens(model, "cuda", deterministic=True, enforce_eager=True) == expected
+    driver.calls.clear()
+    assert tokens(model, "cuda") == expected
+    assert any(call.name == "replay" for call in driver.calls)
+    with pytest.raises(LlmctlError, match="computes on a GPU only"):
+        tokens(model, "cpu", model_impl="llmctl")
+
+
+@pytest.mark.parametrize("family", ["deepseek-v2-wide", pytest.param("deepseek-v3-wide", marks=pytest.mark.slow)])
+def test_attention_on_latents_gives_the_tokens_of_the_cpu(driver: HostDriver, tmp_path: Path, family: str) -> None:
+    model = write_checkpoint(tmp_path, family)
+    expected = tokens(model, "cpu")
+    assert tokens(model, "cuda", deterministic=True, enforce_eager=True) == expected
+    driver.calls.clear()
+    assert tokens(model, "cuda") == expected
+    assert any(call.name == "replay" for call in driver.calls)
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3-experts", pytest.param("deepseek-v2-experts", marks=pytest.mark.slow)])
+def test_latents_and_experts_together_give_the_tokens_of_transformers(
+    driver: HostDriver, tmp_path: Path, family: str
+) -> None:
+    model = write_checkpoint(tmp_path, family)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    found = tokens(model, "cuda", PROMPTS, [GREEDY] * 4)
+    for prompt, given in zip(PROMPTS, found, strict=True):
+        with torch.inference_mode():
+            expected = oracle.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None)
+        assert list(given) == expected[0, len(prompt) :].tolist()
+
+
+def test_latents_are_swapped_and_found_again_and_copied_by_token(driver: HostDriver, tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path, "deepseek-v2-wide")
+    params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 3
+    options = {"num_gpu_blocks_override": 8, "preemption_mode": "swap", "swap_space": 0.01}
+    assert tokens(model, "cuda", GROWING, params, **options) == tokens(model, "cpu", GROWING, params, **options)
+    both = [PREFIX, [*PREFIX[:18], 40, 41]]
+    for prompts in ([[*PREFIX, *PREFIX]], both):
+        assert tokens(model, "cuda", prompts, PARAMS[:1] * len(prompts)) == tokens(
+            model, "cpu", prompts, PARAMS[:1] * len(prompts)
+        )
+    assert any(call.kernel == "copy_tokens" for call in driver.launches)
+    with pytest.raises(LlmctlError, match="attention on latents multiplies in the type of its activations"):
+        tokens(model, "cuda", attention_compute="tf32")
+
+
 def test_preemption_and_pinned_swap_space_change_no_token(driver: HostDriver, model: Path) -> None:
     params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 3
     options = {"num_gpu_blocks_override": 8, "preemption_mode": "swap", "swap_space": 0.01}
@@ -90,6 +147,23 @@ def test_preemption_and_pinned_swap_space_change_no_token(driver: HostDriver, mo
     copies = [call for call in driver.calls if call.name in ("download", "upload")]
     moved = {call.name for call in copies if call.numbers[2] == block}
     assert moved == {"download", "upload"}
+
+
+def test_a_step_that_does_not_wait_for_what_leaves_its_blocks_is_found(
+    driver: HostDriver, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 3
+    options = {"num_gpu_blocks_override": 8, "preemption_mode": "swap", "swap_space": 0.01}
+    streams, follow = [], HostDriver.follow
+
+    def forget(self: HostDriver, stream: int, event: int) -> None:
+        streams.append(stream)
+        if stream == streams[0]:  # the copies', which wait for what was computed
+            follow(self, stream, event)
+
+    monkeypatch.setattr(HostDriver, "follow", forget)
+    with pytest.raises(BaseException, match="another stream changed meanwhile"):
+        tokens(model, "cuda", GROWING, params, **options)
 
 
 def test_blocks_of_a_window_go_to_places_of_their_own_in_pinned_memory(recorder: HostDriver, tmp_path: Path) -> None:
@@ -163,6 +237,62 @@ def test_a_step_is_launched_while_the_one_before_it_runs(recorder: HostDriver, m
     assert first < fetched < second < waited
 
 
+@pytest.mark.parametrize(("node_bytes", "kept"), [(1 << 10, 4), (1 << 16, 3), (1 << 20, 0), (1 << 40, 0)])
+def test_graphs_keep_to_the_memory_that_is_planned_for_them(
+    recorder: HostDriver, model: Path, node_bytes: int, kept: int
+) -> None:
+    """Four numbers of sequences, and launches that take more and more memory when they are captured."""
+    recorder.node_bytes = node_bytes
+    limit = _KEPT_GRAPHS * (2 * _LAYER_NODES + _OTHER_NODES) * NODE_BYTES
+    with LLM(str(model), dtype="float32", process=False, device="cuda", **OPTIONS) as llm:
+        for count in (1, 2, 4, 8):
+            llm.generate([[7] * 5] * count, [GREEDY] * count)
+            taken = sum(map(len, recorder._graphs.values())) * max(node_bytes, NODE_BYTES)
+            assert taken <= limit
+        captured = [call.numbers[0] for call in recorder.calls if call.name == "end_capture"]
+        destroyed = [call.numbers[0] for call in recorder.calls if call.name == "destroy_graph"]
+        assert len(recorder._graphs) == kept == len(captured) - len(destroyed)
+        assert set(destroyed) == set(captured[: len(destroyed)]), "those that were used longest ago"
+    assert any(call.name == "replay" for call in recorder.calls) == (kept > 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3", {"dtype": "float32"}),
+        ("mixtral-wide", {"dtype": "bfloat16", "max_num_batched_tokens": 256, "enforce_eager": True}),
+        ("mixtral-wide", {"dtype": "bfloat16", "deterministic": True, "max_num_batched_tokens": 512}),
+        ("deepseek-v2-wide", {"dtype": "float16", "max_num_batched_tokens": 128}),
+    ],
+)
+def test_a_gpu_gives_no_more_than_is_planned(
+    recorder: HostDriver,
+    tmp_path: Path,
+    family: str,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans, resolve = [], assemble.resolve
+    monkeypatch.setattr(assemble, "resolve", lambda *args: plans.append(resolve(*args)) or plans[-1])
+    recorder.node_bytes = 5000
+    model = write_checkpoint(tmp_path, family)
+    with LLM(str(model), process=False, device="cuda", **{**OPTIONS, **options}) as llm:
+        llm.generate(PROMPTS, [GREEDY] * 4)
+    (_, budget) = plans[0]
+    assert recorder.most_used <= budget.total
+    assert budget.weights + budget.kv_bytes < recorder.most_used
+
+
+def test_activations_are_counted_in_their_own_type() -> None:
+    spec = decoder_spec({**FAMILIES["qwen3"].to_dict(), "hidden_size": 4096, "intermediate_size": 14336})
+    config = EngineConfig(device="cuda:0", max_num_batched_tokens=8192, enforce_eager=True, deterministic=True)
+    wide, narrow = (gpu_workspace_bytes(spec, config, 512, (kind,), 1) for kind in ("f32", "bf16"))
+    values = 8192 * (2 * 4096 + 14336 + 4096 + 2 * 14336)
+    sums = 4 * 7 * 8192 * 4096  # of 14336 inputs, which are cut into seven
+    assert 4 * values < wide < 4 * values + (600 << 20)
+    assert narrow - sums < wide / 2 + (300 << 20)
+
+
 REFUSED = {
     "--device is `cuda:1`, and there is 1": {"device": "cuda:1"},
     "--device is `gpu`": {"device": "gpu"},
@@ -188,8 +318,8 @@ def test_a_gpu_that_is_too_old_or_too_small_is_named(recorder: HostDriver, model
     recorder.capability = (7, 0)
     with pytest.raises(LlmctlError, match=r"no kernels for a GPU of compute capability 7\.0"):
         tokens(model, "cuda")
-    recorder.capability, recorder.memory_total = (8, 0), 300 << 20
-    with pytest.raises(CapacityError, match=r"(?s)workspace.*available +300"):
+    recorder.capability, recorder.memory_total = (8, 0), 258 << 20
+    with pytest.raises(CapacityError, match=r"(?s)workspace.*available +258"):
         tokens(model, "cuda")
 
 

@@ -107,7 +107,7 @@ def test_company_chunks_the_cache_and_preemption_change_no_bit(tmp_path: Path) -
     assert results[0] == results[1] == results[2]
 
 
-def test_layers_of_experts_are_refused_by_name() -> None:
-    config = {**LATENT["deepseek-v2"].to_dict(), "first_k_dense_replace": 1}
-    with pytest.raises(UnsupportedModel, match="layers from 1 on are mixtures of experts"):
+def test_experts_in_groups_are_refused_by_name() -> None:
+    config = {**LATENT["deepseek-v2"].to_dict(), "first_k_dense_replace": 1, "n_group": 8}
+    with pytest.raises(UnsupportedModel, match="layers from 1 on are mixtures of experts that are chosen in 8 groups"):
         decoder_spec(config)

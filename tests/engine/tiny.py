@@ -83,6 +83,10 @@ LATENT: dict[str, transformers.PretrainedConfig] = {
         },
     ),
     "deepseek-v3": transformers.DeepseekV3Config(**_LATENT, q_lora_rank=48),
+    "deepseek-v2-wide": transformers.DeepseekV2Config(**{**_LATENT, "qk_rope_head_dim": 32}, q_lora_rank=48),
+    "deepseek-v3-wide": transformers.DeepseekV3Config(
+        **{**_LATENT, "qk_rope_head_dim": 32, "kv_lora_rank": 64}, q_lora_rank=None, rope_interleave=False
+    ),
     "deepseek-v3-halves": transformers.DeepseekV3Config(**_LATENT, q_lora_rank=None, rope_interleave=False),
 }  # fmt: skip
 
@@ -104,6 +108,36 @@ FOREIGN: dict[str, transformers.PretrainedConfig] = {
 }
 
 
+# Attention on latents, and experts behind a dense layer: for GPUs alone.
+_BOTH = {
+    **_LATENT,
+    "qk_rope_head_dim": 32,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+}
+LATENT_EXPERTS: dict[str, transformers.PretrainedConfig] = {
+    "deepseek-v2-experts": transformers.DeepseekV2Config(**_BOTH, routed_scaling_factor=1.5),
+    "deepseek-v3-experts": transformers.DeepseekV3Config(**_BOTH, n_group=1, topk_group=1),
+}
+
+# Mixtures of experts, which our decoder computes on a GPU and transformers' modules on a CPU.
+_EXPERTS = {**SHAPE, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_experts_per_tok": 2}
+EXPERTS: dict[str, transformers.PretrainedConfig] = {
+    "mixtral-wide": transformers.MixtralConfig(**_EXPERTS, num_local_experts=4),
+    "qwen3-moe": transformers.Qwen3MoeConfig(
+        **{**_EXPERTS, "num_hidden_layers": 3, "num_experts_per_tok": 3},
+        num_experts=6,
+        moe_intermediate_size=32,
+        mlp_only_layers=[1],
+        norm_topk_prob=True,
+    ),
+}
+
+
 def write_tokenizer(folder: Path) -> None:
     """A byte-level tokenizer without merges: one token per byte, three special tokens in front."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -121,7 +155,9 @@ def write_tokenizer(folder: Path) -> None:
 
 def write_checkpoint(folder: Path, family: str, seed: int = 7, dtype: torch.dtype = torch.float32) -> Path:
     """A random model of this family with every tensor away from its trivial value (norms and biases too)."""
-    model = transformers.AutoModelForCausalLM.from_config((FAMILIES | LATENT | FOREIGN)[family])
+    model = transformers.AutoModelForCausalLM.from_config(
+        (FAMILIES | LATENT | FOREIGN | EXPERTS | LATENT_EXPERTS)[family]
+    )
     randomize(model, seed)
     model.to(dtype).save_pretrained(folder)
     write_tokenizer(folder)
@@ -137,3 +173,6 @@ def randomize(model: torch.nn.Module, seed: int = 7) -> None:
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + (0.0 if name.endswith("bias") else 1.0))
             else:
                 parameter.copy_(torch.randn_like(parameter) * 0.15)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.1)

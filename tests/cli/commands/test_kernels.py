@@ -43,6 +43,18 @@ def test_what_is_compiled_is_not_compiled_again(make_console, tmp_path, jobs):
     assert all(Jit(tmp_path / "cubins", "sm_90a").has(kernel) for kernel in GOOD)
 
 
+def test_each_templates_kernels_are_counted_with_the_most_that_one_takes(make_console):
+    console = make_console()
+    _, figures = build(console, "--arch", "sm_80,sm_90a", "-j", "1")
+    rows = {(row["template"], row["arch"]): row for row in figures["families"]}
+    assert set(rows) == {(kernel.expression, arch) for kernel in GOOD for arch in ("sm_80", "sm_90a")}
+    assert all(row["kernels"] == 1 and row["registers"] > 0 and row["spills"] == 0 for row in rows.values())
+    console = make_console()
+    app.run(["kernels", "build", "--all", "--arch", "sm_80", "-j", "1"], console)
+    (line,) = (line.split() for line in console.stdout.getvalue().splitlines() if line.split()[:1] == ["copy_tokens"])
+    assert line[1:3] == ["sm_80", "1"] and line[4:] == ["0", "0"]
+
+
 def test_what_does_not_compile_is_told_and_the_rest_compiled(make_console, registered, tmp_path):
     registered.insert(0, BAD)
     console = make_console()

@@ -9,17 +9,14 @@ from dataclasses import dataclass, field
 import torch
 
 from llmctl.kernels.cuda.attend import (
-    FINE_WEIGHTS,
     MERGE_ROWS,
     MERGE_THREADS,
-    SINKS,
-    SOFT_CAP,
-    WINDOW,
     AttendShape,
     Queries,
     plan_attention,
     table_of_counts,
 )
+from llmctl.kernels.cuda.types import block_bits
 
 TORCH = {
     "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16,
@@ -37,7 +34,7 @@ LEAST = {"f16": 2.0**-25, "bf16": 2.0**-134, "f32": 2.0**-136}
 
 @dataclass(frozen=True)
 class Problem:
-    """sequences: (queries, context before them) of each."""
+    """sequences: (queries, context before them) of each. A window or a soft cap of 0 is none."""
 
     shape: AttendShape
     sequences: tuple[tuple[int, int], ...]
@@ -48,15 +45,19 @@ class Problem:
     soft_cap: float = 0.0
     distribution: str = "normal"
     seed: int = 0
+    block: int = 16
+    sinks: bool = False
 
     @property
     def name(self) -> str:
-        shape, flags = self.shape, self.shape.flags
+        shape = self.shape
         words = [
             word
-            for bit, word in ((WINDOW, "window"), (SOFT_CAP, "cap"), (SINKS, "sinks"), (FINE_WEIGHTS, "fine"))
-            if flags & bit
-        ]
+            for has, word in (
+                (self.window, "window"), (shape.soft_cap, "cap"), (self.sinks, "sinks"), (shape.fine, "fine")
+            )
+            if has
+        ]  # fmt: skip
         kind = "prefill" if shape.warps_m > 1 else "decode"
         return "-".join(
             (
@@ -91,7 +92,7 @@ class Case:
 
 def make(problem: Problem) -> Case:
     shape, draw = problem.shape, torch.Generator().manual_seed(problem.seed)
-    heads, dim, block = problem.kv_heads * problem.group, shape.head_dim, shape.block_size
+    heads, dim, block = problem.kv_heads * problem.group, shape.head_dim, problem.block
     rows = sum(count for count, _ in problem.sequences)
     lengths = [count + before for count, before in problem.sequences]
     blocks = [-(-length // block) for length in lengths]
@@ -112,7 +113,7 @@ def make(problem: Problem) -> Case:
         length, draw = count + before, torch.Generator().manual_seed(1000 * problem.seed + slot)
         keys, values = (_values(problem, (length, problem.kv_heads, dim), draw) for _ in range(2))
         keys, values = (
-            _store(arena, ids, x, layer_offset + i * half, 2 * half, shape) for i, x in enumerate((keys, values))
+            _store(arena, ids, x, layer_offset + i * half, 2 * half, problem) for i, x in enumerate((keys, values))
         )
         needed = max(0, before + 1 - problem.window) // block if problem.window else 0
         tables[slot, needed : len(ids)] = ids[needed:].int()
@@ -136,11 +137,12 @@ def _values(problem: Problem, size: tuple[int, ...], draw: torch.Generator, quer
 
 
 def _store(
-    arena: torch.Tensor, ids: torch.Tensor, x: torch.Tensor, start: int, stride: int, shape: AttendShape
+    arena: torch.Tensor, ids: torch.Tensor, x: torch.Tensor, start: int, stride: int, problem: Problem
 ) -> torch.Tensor:
     """Write x [tokens, KV heads, dim] into its blocks; returns in float64 what was stored."""
     length, heads, dim = x.shape
-    block, kind = shape.block_size, TORCH[shape.kv]
+    shape, block = problem.shape, problem.block
+    kind = TORCH[shape.kv]
     if shape.kv == "int8":
         absmax = x.abs().amax(-1).clamp(min=1e-30)
         scales = ((absmax / 127).view(torch.int32) + 0xFFFF >> 16 << 16).view(torch.float32)
@@ -166,17 +168,16 @@ def _store(
 def _attention(
     problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, before: int, scale: float, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    flags = problem.shape.flags
     k, v = (x.repeat_interleave(problem.group, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    if flags & SOFT_CAP:
+    if problem.shape.soft_cap:
         scores = problem.soft_cap * torch.tanh(scores / problem.soft_cap)
     position, token = before + torch.arange(len(q))[:, None], torch.arange(len(k))[None, :]
     visible = token <= position
-    if flags & WINDOW:
+    if problem.window:
         visible &= token > position - problem.window
     scores = scores.masked_fill(~visible, -math.inf)
-    if flags & SINKS:
+    if problem.sinks:
         scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(q), 1)), dim=-1)
     weights = torch.softmax(scores, -1)[..., : len(k)]
     out = torch.einsum("hqk,khd->qhd", weights, v)
@@ -207,15 +208,17 @@ def run(case: Case, launcher, device: str = "cpu") -> torch.Tensor:
     def at(tensor: torch.Tensor, offset: int = 0) -> ctypes.c_void_p:
         return ctypes.c_void_p(tensor.data_ptr() + offset)
 
+    sink_row = at(sinks) if problem.sinks else ctypes.c_void_p(0)
     width = problem.kv_heads * problem.group * shape.head_dim
     # One more block of the grid than there is work, as a recorded grid has.
     launcher.launch(
         shape.kernel, (len(plan.work) + 1, problem.kv_heads, 1), shape.threads, shape.shared_bytes,
         [
-            at(out), at(part_values), at(part_scales), at(q), at(arena), at(tables), at(work), at(counts), at(sinks),
+            at(out), at(part_values), at(part_scales), at(q), at(arena), at(tables), at(work), at(counts), sink_row,
             ctypes.c_int64(case.block_stride), ctypes.c_int64(case.layer_offset), ctypes.c_int32(tables.shape[1]),
             ctypes.c_int32(width), ctypes.c_int32(width), ctypes.c_int32(problem.group), ctypes.c_int32(problem.window),
             ctypes.c_float(case.scale), ctypes.c_float(problem.soft_cap), ctypes.c_void_p(0),
+            ctypes.c_int32(shape.act_code), ctypes.c_int32(block_bits(problem.block)),
         ],
     )  # fmt: skip
     if len(plan.merge):
@@ -223,7 +226,7 @@ def run(case: Case, launcher, device: str = "cpu") -> torch.Tensor:
             shape.merge_kernel, (len(plan.merge) + 1, problem.kv_heads, MERGE_ROWS), MERGE_THREADS,
             shape.merge_shared_bytes,
             [
-                at(out), at(part_values), at(part_scales), at(merge), at(counts, 4), at(sinks),
+                at(out), at(part_values), at(part_scales), at(merge), at(counts, 4), sink_row,
                 ctypes.c_int32(width), ctypes.c_int32(problem.group), ctypes.c_void_p(0),
             ],
         )  # fmt: skip
@@ -232,7 +235,7 @@ def run(case: Case, launcher, device: str = "cpu") -> torch.Tensor:
 
 def bound(shape: AttendShape) -> float:
     """What `error` may be."""
-    coarse = 0.0 if shape.flags & FINE_WEIGHTS else ROUNDED_WEIGHTS.get(shape.compute, 0.0)
+    coarse = 0.0 if shape.fine else ROUNDED_WEIGHTS.get(shape.compute, 0.0)
     return max(BOUNDS[shape.compute], BOUNDS[shape.act]) + coarse
 
 

@@ -57,7 +57,7 @@ def measure(listed: Listed, arch: str, folder: Path = CUBINS) -> Row:
     blocks = blocks_per_sm(arch, listed.threads, resources.registers, listed.shared_bytes + resources.shared)
     row = {
         "registers": resources.registers,
-        "spills": resources.spill_stores + resources.spill_loads,
+        "spills": resources.spills,
         "shared": listed.shared_bytes + resources.shared,
         "warps_per_sm": blocks * (-(-listed.threads // 32)),
         "in_flight_per_sm": blocks * listed.in_flight,
@@ -71,10 +71,9 @@ def count_instructions(program: Path, code: bytes) -> Row:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code)
         file.flush()
-        # A limit because disassemblers have been seen to hang on the newest architectures.
-        text = subprocess.run(
-            [program, "-c", file.name], capture_output=True, text=True, check=True, timeout=120
-        ).stdout
+        # A limit because disassemblers have been seen to hang on the newest architectures: of its time, not of ours.
+        limited = ("sh", "-c", 'ulimit -t 60; exec "$0" -c "$1"', program, file.name)
+        text = subprocess.run(limited, capture_output=True, text=True, check=True).stdout
     opcodes = Counter(_INSTRUCTION.findall(text))
     assert opcodes, "nothing was disassembled"
     return {fact: sum(n for op, n in opcodes.items() if re.match(pattern, op)) for fact, pattern in FACTS.items()}

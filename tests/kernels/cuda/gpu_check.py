@@ -52,7 +52,7 @@ import torch  # noqa: E402
 from attend_cases import Problem, bound, error, make, run  # noqa: E402
 
 from llmctl.kernels.cuda import nvrtc  # noqa: E402
-from llmctl.kernels.cuda.attend import SINKS, SOFT_CAP, WINDOW, AttendShape, refusal  # noqa: E402
+from llmctl.kernels.cuda.attend import AttendShape, refusal  # noqa: E402
 from llmctl.kernels.cuda.jit import Jit, architecture  # noqa: E402
 from llmctl.kernels.cuda.launch import Launcher  # noqa: E402
 from llmctl.kernels.cuda.libcuda import load_driver  # noqa: E402
@@ -60,7 +60,8 @@ from llmctl.kernels.cuda.source import Kernel  # noqa: E402
 from llmctl.kernels.cuda.tiles import choose_attend  # noqa: E402
 
 BLOCK = 16
-FLAGS = (0, WINDOW, SOFT_CAP, SINKS, WINDOW | SOFT_CAP | SINKS)
+# Window, soft cap and sinks, by seed.
+VARIANTS = ((0, 0.0, False), (90, 0.0, False), (0, 20.0, False), (0, 0.0, True), (90, 20.0, True))
 SEQUENCES = {False: ((1, 100), (1, 0), (3, 700)), True: ((45, 0), (1, 70), (200, 130))}
 TYPES = (("f16", "f16"), ("bf16", "bf16"), ("bf16", "f16"), ("f32", "f32"), ("f32", "tf32"))
 SANITIZER_SECONDS = 50
@@ -135,7 +136,7 @@ def jit_for(arch: str) -> Jit:
 
 def every_kernel(arch: str) -> list[Kernel]:
     """All that will be launched."""
-    shapes = [shape for shape, _ in shapes_swept(arch)]
+    shapes = [shape for shape, *_ in shapes_swept(arch)]
     kernels = [kernel for shape in shapes for kernel in (shape.kernel, shape.merge_kernel)]
     return list(dict.fromkeys((*kernels, *gpu_linear.kernels(), *gpu_speed.kernels(arch), *gpu_engine.kernels(arch))))
 
@@ -178,14 +179,15 @@ def versions(arch: str) -> dict[str, str]:
 
 def shapes_swept(
     arch: str, dims: tuple[int, ...] = (64, 128, 256), kinds: tuple[str, ...] = ()
-) -> Iterator[tuple[AttendShape, int]]:
-    """Every combination of types, by seed over sizes and flags; the seed is beside."""
+) -> Iterator[tuple[AttendShape, int, int]]:
+    """Every combination of types, by seed over sizes and VARIANTS; beside each is which of them."""
     for (act, compute), kv in itertools.product(TYPES, kinds or ("f16", "bf16", "f32", "fp8_e4m3", "fp8_e5m2", "int8")):
         if refusal(act, compute, kv) is not None:
             continue
         for (seed, dim), prefill in itertools.product(enumerate(dims), (False, True)):
-            flags = FLAGS[(seed + prefill) % len(FLAGS)] if not kinds else 0
-            yield choose_attend(arch, act, compute, kv, dim, BLOCK, flags, prefill=prefill), seed
+            variant = (seed + prefill) % len(VARIANTS) if not kinds else 0
+            capped = VARIANTS[variant][1] > 0
+            yield choose_attend(arch, act, compute, kv, dim, soft_cap=capped, prefill=prefill), seed, variant
 
 
 def sweep(
@@ -197,11 +199,12 @@ def sweep(
 ) -> list[dict]:
     """Their answers, for each distribution, against float64."""
     found = []
-    for (shape, seed), distribution in itertools.product(shapes_swept(arch, dims, kinds), distributions):
+    for (shape, seed, variant), distribution in itertools.product(shapes_swept(arch, dims, kinds), distributions):
         prefill = shape.warps_m > 1
+        window, soft_cap, sinks = VARIANTS[variant]
         problem = Problem(
             shape, SEQUENCES[prefill], 2, (1, 3, 4, 8)[(seed + prefill) % 4], 256,
-            90 if shape.flags & WINDOW else 0, 20.0, distribution, seed,
+            window, soft_cap, distribution, seed, BLOCK, sinks,
         )  # fmt: skip
         case = make(problem)
         off = error(case, run(case, launcher, "cuda"))

@@ -27,6 +27,7 @@ from llmctl.kernels.cuda.attend import (
 from llmctl.kernels.cuda.launch import Bound, Launcher
 from llmctl.kernels.cuda.source import Kernel
 from llmctl.kernels.cuda.tiles import choose_attend
+from llmctl.kernels.cuda.types import block_bits
 from llmctl.kernels.formats import KVFormat
 
 # (KV format, sequences, tokens of each, of them new): 8 KV heads of 128 dimensions, 4 query heads to each.
@@ -122,7 +123,7 @@ class Attention:
 
 
 def shape_of(arch: str, kv: str, new: int) -> AttendShape:
-    return choose_attend(arch, "bf16", compute_of("bf16", kv), kv, DIM, BLOCK, 0, prefill=new > 1)
+    return choose_attend(arch, "bf16", compute_of("bf16", kv), kv, DIM, soft_cap=False, prefill=new > 1)
 
 
 def kernels(arch: str) -> list[Kernel]:
@@ -151,7 +152,7 @@ def attention(launcher: Launcher, arch: str, kv: str, sequences: int, length: in
     part_values = torch.empty(max(plan.parts, 1), KV_HEADS, shape.rows, DIM, device="cuda")
     part_scales = torch.empty(max(plan.parts, 1), KV_HEADS, shape.rows, 2, device="cuda")
     work, merge = (torch.from_numpy(x.view("int32").reshape(-1, 8).copy()).cuda() for x in (plan.work, plan.merge))
-    counts, sinks = torch.from_numpy(table_of_counts(plan)).cuda(), torch.zeros(1, device="cuda")
+    counts, nothing = torch.from_numpy(table_of_counts(plan)).cuda(), ctypes.c_void_p(0)
 
     def at(tensor: torch.Tensor, offset: int = 0) -> ctypes.c_void_p:
         return ctypes.c_void_p(tensor.data_ptr() + offset)
@@ -160,21 +161,21 @@ def attention(launcher: Launcher, arch: str, kv: str, sequences: int, length: in
     launches = [
         launcher.bind(
             shape.kernel, (len(plan.work), KV_HEADS, 1), shape.threads, shape.shared_bytes,
-            [at(out), at(part_values), at(part_scales), at(q), at(arena), at(tables), at(work), at(counts), at(sinks),
+            [at(out), at(part_values), at(part_scales), at(q), at(arena), at(tables), at(work), at(counts), nothing,
              i64(stride), i64(0), i32(blocks), i32(q.shape[1]), i32(q.shape[1]), i32(GROUP), i32(0),
-             f32(DIM**-0.5), f32(0.0), ctypes.c_void_p(0)],
+             f32(DIM**-0.5), f32(0.0), nothing, i32(shape.act_code), i32(block_bits(BLOCK))],
         )
     ]  # fmt: skip
     if plan.parts:
         launches.append(
             launcher.bind(
                 shape.merge_kernel, (len(plan.merge), KV_HEADS, MERGE_ROWS), MERGE_THREADS, shape.merge_shared_bytes,
-                [at(out), at(part_values), at(part_scales), at(merge), at(counts, 4), at(sinks), i32(q.shape[1]),
-                 i32(GROUP), ctypes.c_void_p(0)],
+                [at(out), at(part_values), at(part_scales), at(merge), at(counts, 4), nothing, i32(q.shape[1]),
+                 i32(GROUP), nothing],
             )
         )  # fmt: skip
     read = sequences * length * KV_HEADS * 2 * KVFormat(kv).head_bytes(DIM)
-    kept = (arena, tables, q, part_values, part_scales, work, merge, counts, sinks)
+    kept = (arena, tables, q, part_values, part_scales, work, merge, counts)
     return Attention(launches, out, read, plan.parts, kept)
 
 

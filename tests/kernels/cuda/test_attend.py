@@ -9,10 +9,6 @@ import pytest
 import torch
 
 from llmctl.kernels.cuda.attend import (
-    FINE_WEIGHTS,
-    SINKS,
-    SOFT_CAP,
-    WINDOW,
     AttendShape,
     Queries,
     choose_split,
@@ -25,25 +21,36 @@ from llmctl.kernels.cuda.tiles import choose_attend
 
 from .attend_cases import Problem, bound, error, make, run
 
-ALL_FLAGS = WINDOW | SOFT_CAP | SINKS
 DECODE = ((1, 100), (1, 0), (1, 37), (3, 200))
 PREFILL = ((45, 0), (1, 70), (20, 130))
 
 
-def decode(act: str, compute: str, kv: str, head_dim: int = 64, flags: int = 0, block: int = 16) -> AttendShape:
-    return AttendShape(act, compute, kv, head_dim, block, 1, 4, 64, 2, flags)
+def decode(act: str, compute: str, kv: str, *, fine: bool = False) -> AttendShape:
+    return AttendShape(act, compute, kv, 64, 1, 4, 64, 2, fine)
 
 
-def prefill(act: str, compute: str, kv: str, head_dim: int = 64, flags: int = 0, block: int = 16) -> AttendShape:
-    return AttendShape(act, compute, kv, head_dim, block, 4, 1, 64, 2, flags)
+def prefill(act: str, compute: str, kv: str, *, soft_cap: bool = False) -> AttendShape:
+    return AttendShape(act, compute, kv, 64, 4, 1, 64, 2, soft_cap=soft_cap)
 
 
+# Head and block size, window, soft cap, sinks.
+SIZES = (
+    (64, 16, 0, 0.0, False),
+    (128, 32, 0, 0.0, False),
+    (96, 16, 90, 0.0, False),
+    (256, 16, 0, 20.0, False),
+    (128, 16, 90, 20.0, True),
+    (64, 64, 0, 0.0, True),
+    (32, 256, 0, 0.0, False),
+    (160, 32, 90, 0.0, False),
+)
 SMALL = (
-    Problem(decode("bf16", "bf16", "bf16", flags=FINE_WEIGHTS), DECODE, 2, 3, 128),
-    Problem(prefill("f16", "f16", "fp8_e4m3", flags=ALL_FLAGS), PREFILL, 1, 2, 64, 50, 20.0),
-    Problem(decode("f16", "f16", "int8", flags=FINE_WEIGHTS), DECODE, 1, 4, 64),
+    Problem(decode("bf16", "bf16", "bf16", fine=True), DECODE, 2, 3, 128),
+    Problem(prefill("f16", "f16", "fp8_e4m3", soft_cap=True), PREFILL, 1, 2, 64, 50, 20.0, sinks=True),
+    Problem(decode("f16", "f16", "int8", fine=True), DECODE, 1, 4, 64, block=32),
     Problem(decode("f32", "f32", "f32"), DECODE, 1, 2, 128),
-    Problem(decode("bf16", "f16", "fp8_e4m3"), DECODE, 1, 4, 64),
+    Problem(decode("bf16", "f16", "fp8_e4m3"), DECODE, 1, 4, 64, block=128),
+    Problem(AttendShape("bf16", "f16", "fp8_e4m3", 32, 1, 4, 64, 2), DECODE, 1, 4, 64),  # 64 rows are copied at once
 )
 COMBINATIONS = [
     (act, compute, kv)
@@ -218,16 +225,18 @@ def test_the_sweep_stays_within_the_bounds(builds: Path, combination: tuple[str,
 
 
 def sweep(act: str, compute: str, kv: str) -> tuple[Problem, ...]:
-    """Problems for one combination of types: head sizes, block sizes, groups, flags and distributions in turn."""
+    """Problems for one combination of types: SIZES, groups and distributions in turn."""
     problems = []
-    for seed, (head_dim, block, flags) in enumerate(
-        ((64, 16, 0), (128, 32, 0), (96, 16, WINDOW), (256, 16, SOFT_CAP), (128, 16, ALL_FLAGS), (64, 64, SINKS))
-    ):
+    for seed, (head_dim, block, window, soft_cap, sinks) in enumerate(SIZES):
         for is_prefill, sequences, fine in ((False, DECODE, True), (True, PREFILL, True), (True, PREFILL, False)):
             if not fine and (compute not in ("f16", "bf16") or seed > 1):
                 continue
-            shape = choose_attend("sm_90a", act, compute, kv, head_dim, block, flags, prefill=is_prefill, fine=fine)
+            shape = choose_attend(
+                "sm_90a", act, compute, kv, head_dim, soft_cap=soft_cap > 0, prefill=is_prefill, fine=fine
+            )
             for distribution in ("normal", "outliers", "tiny"):
                 group = (1, 3, 4, 8)[(seed + len(problems)) % 4]
-                problems.append(Problem(shape, sequences, 2, group, 128, 90, 20.0, distribution, seed))
-    return tuple(dataclasses.replace(p, window=p.window if p.shape.flags & WINDOW else 0) for p in problems)
+                problems.append(
+                    Problem(shape, sequences, 2, group, 128, window, soft_cap, distribution, seed, block, sinks)
+                )
+    return tuple(problems)

@@ -31,8 +31,7 @@ def test_every_kernel_that_the_engine_launches_is_registered(driver: HostDriver,
         assert [len(tokens) for tokens in found] == [24] * 5
     kv = CACHES[cache] or kind
     needs = ModelNeeds(
-        kind, compute_of(kind, kv), kv, TINY.head_dim, 16, TINY.hidden_size, TINY.activation, (False,), False,
-        (WeightFormat(kind),),
+        kind, compute_of(kind, kv), kv, TINY.head_dim, TINY.hidden_size, TINY.activation, (WeightFormat(kind),)
     )  # fmt: skip
     listed = {item.kernel for item in model_kernels("sm_90a", needs)}
     assert [kernel.expression for kernel in driver.loaded if kernel not in listed] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -77,6 +78,28 @@ def target_used(b: Bench) -> None:
     b.driver.synchronize(b.stream)
 
 
+def unordered(write: bool) -> Callable[[Bench], None]:
+    """A copy on a stream of its own, and a fill of what it reads or writes that does not wait for it."""
+
+    def run(b: Bench) -> None:
+        b.driver, b.pinned = HostDriver(Path("unused")), 0
+        b.driver.open(0)
+        pinned, device = b.driver.pin(1024), b.driver.allocate(1024)
+        compute, copies, computed = b.driver.stream(), b.driver.stream(), b.driver.event()
+        b.driver.fill(device, 1, 1024, compute)
+        b.driver.record(computed, compute)
+        b.driver.follow(copies, computed)
+        if write:
+            b.driver.upload(device, pinned, 64, copies)
+        else:
+            b.driver.download(pinned, device, 64, copies)
+        b.driver.fill(device, 2, 1024, compute)
+        b.driver.synchronize(compute)
+        b.driver.synchronize(copies)
+
+    return run
+
+
 def captured(call: Callable[[Bench], object]) -> Callable[[Bench], None]:
     def run(b: Bench) -> None:
         b.driver.begin_capture(b.stream)
@@ -105,6 +128,11 @@ MISUSE: dict[str, tuple[Callable[[Bench], object], str]] = {
     "a kernel loaded in a capture": (captured(lambda b: b.driver.load(b.driver.get(KERNEL))), "load while"),
     "a copy with the host in a capture": (
         captured(lambda b: b.driver.upload(b.device, b.pinned, 4, b.stream)), "upload while"
+    ),
+    "a copy of what another stream changes": (unordered(False), "reads 64 bytes at .* that another stream changed"),
+    "a copy to what another stream changes": (unordered(True), "writes 64 bytes at .* that another stream changed"),
+    "an event that a captured stream waits for": (
+        captured(lambda b: b.driver.follow(b.stream, b.driver.event())), "follow while"
     ),
     "memory left behind": (lambda b: b.driver.close(), "were not freed"),
 }  # fmt: skip
@@ -143,3 +171,21 @@ def test_memory_runs_out_where_it_ends(bench: Bench) -> None:
     bench.driver.allocate(free)
     with pytest.raises(OutOfMemory, match="no room for 1 bytes"):
         bench.driver.allocate(1)
+
+
+def test_streams_that_follow_each_other_are_in_order() -> None:
+    driver = HostDriver(Path("unused"))
+    driver.open(0)
+    pinned, device = driver.pin(64), driver.allocate(64)
+    compute, copies = driver.stream(), driver.stream()
+    computed, copied = driver.event(), driver.event()
+    driver.fill(device, 1, 64, compute)
+    driver.record(computed, compute)
+    driver.follow(copies, computed)
+    driver.download(pinned, device, 64, copies)
+    driver.record(copied, copies)
+    driver.follow(compute, copied)
+    driver.fill(device, 2, 64, compute)
+    driver.synchronize(compute)  # which does what the other stream has to have done
+    assert driver.came(copied) and (ctypes.c_ubyte * 64).from_address(pinned)[5] == 1
+    assert (ctypes.c_ubyte * 64).from_address(device)[5] == 2

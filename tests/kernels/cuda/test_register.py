@@ -118,8 +118,9 @@ def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so(use: Callable[..
     }
     assert None in {entry.accepts(args) for entry in linear_entries()}
     with pytest.raises(NoKernel, match="no tensor cores for f32"):
-        choose_attend("sm_75", "f32", "f32", "f32", 64, 16, 0, prefill=False)
-    assert choose_attend("sm_75", "f16", "f16", "int8", 128, 16, 0, prefill=False).shared_bytes <= 64 << 10
+        choose_attend("sm_75", "f32", "f32", "f32", 64, soft_cap=False, prefill=False)
+    shape = choose_attend("sm_75", "f16", "f16", "int8", 128, soft_cap=False, prefill=False)
+    assert shape.shared_bytes <= 64 << 10
     assert choose_tile(500, WeightFormat("int8", 128), 64 << 10).rows < choose_tile(500, WeightFormat("int8", 128)).rows
 
 

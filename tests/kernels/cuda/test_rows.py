@@ -15,6 +15,7 @@ import torch
 from llmctl.kernels.cuda import rows
 from llmctl.kernels.cuda.emulate import Emulation, build, compiler
 from llmctl.kernels.cuda.source import FOLDER, Argument, Kernel
+from llmctl.kernels.cuda.types import block_bits
 from llmctl.kernels.device import read_machine
 from llmctl.kernels.formats import KVFormat
 from llmctl.kernels.ops import SAMPLE_ROW, SampleArgs
@@ -30,7 +31,7 @@ ROPE_STORES = (("f16", "int8", 64, "halves", True), ("bf16", "fp8_e4m3", 96, "in
 ACTS = ("f16", "f32")
 QUANTIZED = (("f16", "fp8_e4m3", True), ("f32", "int8", False), ("f32", "fp8_e4m3", False))
 KERNELS = (
-    *(rows.rope_store(act, kv, dim, 16, rope, norm=norm) for act, kv, dim, rope, norm in ROPE_STORES),
+    *(rows.rope_store(act, kv, dim) for act, kv, dim, _, _ in ROPE_STORES),
     *(kernel for act in ACTS for kernel in (
         rows.embed(act), rows.rms_norm(act, 1088, residual=True)[0], rows.rms_norm(act, 1088, residual=False)[0],
         rows.rms_norm(act, 1088, residual=False, add=True)[0],
@@ -194,14 +195,16 @@ def test_heads_are_normed_rotated_and_stored_as_the_format_says(
     offset, stride = 2 * kv_heads * half, 4 * kv_heads * half
     arena = torch.full((5, stride), 0xAA, dtype=torch.uint8)
     bench.run(
-        rows.rope_store(act, kv, dim, block, rope, norm=norm), (4, 2), 128,
+        rows.rope_store(act, kv, dim), (4, 2), 128,
         {"q": q, "k": k, "v": v, "arena": arena, "tables": torch.tensor([[3, 1, 4], [2, 0, 0]], dtype=torch.int32),
-         "slot": ints(0, 1, 0), "position": ints(*positions), "rows": ints(3), "q_norm": q_norm, "k_norm": k_norm,
+         "slot": ints(0, 1, 0), "position": ints(*positions), "rows": ints(3),
+         "q_norm": q_norm if norm else None, "k_norm": k_norm if norm else None,
          "cos": cos, "sin": sin, "scales": None, "order": None, "follow": None,
          "stride": ctypes.c_int64(stride), "offset": ctypes.c_int64(offset),
          "max_blocks": i32(3), "heads": i32(heads), "kv_heads": i32(kv_heads), "q_stride": i32(heads * dim),
-         "kv_stride": i32(kv_heads * dim), "rotary": i32(dim), "eps": ctypes.c_float(1e-6),
-         "q_scale": ctypes.c_float(1)},
+         "kv_stride": i32(kv_heads * dim), "rotary": i32(0 if rope == "none" else dim),
+         "interleaved": i32(rope == "interleaved"), "eps": ctypes.c_float(1e-6),
+         "q_scale": ctypes.c_float(1), "block_bits": i32(block_bits(block))},
         outputs=(), updated=("q", "arena"),
     )  # fmt: skip
 

@@ -183,4 +183,8 @@ def test_deterministic_torch_gives_a_row_the_same_bits_in_any_company(gpu: CudaO
 def test_what_has_no_kernel_is_refused_with_the_reason(gpu: CudaOps) -> None:
     with pytest.raises(UsageError, match="a f16 weight with bf16 activations"):
         gpu.linear(random(1, 64, dtype=torch.bfloat16), torch.zeros(9, dtype=torch.uint8), "f16", 16, None)
+    with pytest.raises(UsageError, match="paged_attention: blocks of 24 tokens; powers of two from 16 on are known"):
+        (q, *rest), _ = attention("f16", torch.float16)
+        rest[6] = 24
+        gpu.paged_attention(q, *rest)
     assert torch_ops.CODES.keys() == {torch.float8_e4m3fn, torch.int8}
