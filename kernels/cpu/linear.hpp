@@ -33,37 +33,74 @@ LLMCTL_NOINLINE void finish_tile(const LinearArgs& a, const float* sums, int row
   }
 }
 
+// For tiles that read the act as it is.
+struct NothingPrepared {
+  static constexpr int kTogether = 1 << 20;
+  static long room_for_row(const LinearArgs&) { return 0; }
+  template <int kRows>
+  LLMCTL_INLINE void prepare(const LinearArgs&, long, int32_t*) {}
+};
+
+// Rows of the output, of the act, and what was prepared of them.
+struct TileRows {
+  int count, row;
+  long act_row;
+  int32_t* room;
+};
+
 template <class Isa, class Tile, int kRows>
-LLMCTL_INLINE void run_tile(const LinearArgs& a, int panel, int row, int act_row) {
+LLMCTL_INLINE void run_tile(const LinearArgs& a, const TileRows& rows, int panel) {
   alignas(64) float sums[kRows * kPanel];
-  Tile::template run<kRows>(a, panel, act_row + row, sums);
-  finish_tile<Isa>(a, sums, kRows, row, panel);
+  for (int i = 0; i < kRows; ++i) __builtin_prefetch(a.out.row(rows.row + i) + static_cast<long>(panel) * kPanel, 1);
+  Tile::template run<kRows>(a, panel, rows.act_row, rows.room, sums);
+  finish_tile<Isa>(a, sums, kRows, rows.row, panel);
 }
 
-// A tile of `rows` rows, one of 1..kMost.
-template <class Isa, class Tile, int kMost>
-LLMCTL_INLINE void run_height(const LinearArgs& a, int rows, int panel, int row, int act_row) {
+// Calls visit<kRows>() for the height of the tile, one of 1..kMost.
+template <int kMost, class Visit>
+LLMCTL_INLINE void with_height(int count, const Visit& visit) {
   if constexpr (kMost > 0) {
-    if (rows == kMost) {
-      run_tile<Isa, Tile, kMost>(a, panel, row, act_row);
+    if (count == kMost) {
+      visit.template operator()<kMost>();
     } else {
-      run_height<Isa, Tile, kMost - 1>(a, rows, panel, row, act_row);
+      with_height<kMost - 1>(count, visit);
     }
   }
 }
 
-// Runs Tile::run<kRows> over the rows, in the fewest tiles and those of about one height, and over the panels outside: a
-// panel stays in L1 while the rows pass by.
+// Runs the tiles of the rows, the fewest and those of about one height, for each panel: a panel stays in L1 while the
+// rows pass by, of which Tile::kTogether tiles are prepared at a time.
 template <class Isa, class Tile>
 LLMCTL_NOINLINE void linear(const LinearArgs& a, int panel_begin, int panel_end, int row_begin, int row_end,
                             int act_row) {
-  const int rows = row_end - row_begin, tiles = (rows + Tile::kMaxRows - 1) / Tile::kMaxRows;
-  for (int p = panel_begin; p < panel_end; ++p) {
-    int i = row_begin;
-    for (int tile = 0; tile < tiles; ++tile) {
-      const int height = rows / tiles + (tile < rows % tiles ? 1 : 0);
-      run_height<Isa, Tile, Tile::kMaxRows>(a, height, p, i, act_row);
-      i += height;
+  const int rows = row_end - row_begin;
+  if (rows == 0) return;
+  const int tiles = (rows + Tile::kMaxRows - 1) / Tile::kMaxRows;
+  const int height = rows / tiles, taller = rows % tiles;
+  const long room_for_row = Tile::room_for_row(a);
+  int32_t* room = static_cast<int32_t*>(
+      __builtin_alloca(room_for_row * least(rows, Tile::kTogether * Tile::kMaxRows) * sizeof(int32_t)));
+  const auto tile_at = [&](int first_row, int tile, int row) {
+    return TileRows{height + (tile < taller ? 1 : 0), row, static_cast<long>(act_row) + row,
+                    room + room_for_row * (row - first_row)};
+  };
+  int row = row_begin;
+  for (int first = 0; first < tiles; first += Tile::kTogether) {
+    const int last = least(tiles, first + Tile::kTogether), first_row = row;
+    for (int tile = first; tile < last; ++tile) {
+      const TileRows at = tile_at(first_row, tile, row);
+      with_height<Tile::kMaxRows>(at.count, [&]<int kRows>() {
+        Tile::template prepare<kRows>(a, at.act_row, at.room);
+      });
+      row += at.count;
+    }
+    for (int p = panel_begin; p < panel_end; ++p) {
+      row = first_row;
+      for (int tile = first; tile < last; ++tile) {
+        const TileRows at = tile_at(first_row, tile, row);
+        with_height<Tile::kMaxRows>(at.count, [&]<int kRows>() { run_tile<Isa, Tile, kRows>(a, at, p); });
+        row += at.count;
+      }
     }
   }
 }

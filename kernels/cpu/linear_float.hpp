@@ -58,10 +58,10 @@ LLMCTL_NOINLINE void tile_float(const uint8_t* __restrict w, const float* __rest
 }
 
 template <class Isa, WeightKind kKind>
-struct FloatTile {
+struct FloatTile : NothingPrepared {
   static constexpr int kMaxRows = Isa::Columns::kFloatRows;
   template <int kRows>
-  LLMCTL_INLINE void run(const LinearArgs& a, int panel, long row, float* sums) {
+  LLMCTL_INLINE void run(const LinearArgs& a, int panel, long row, const int32_t*, float* sums) {
     tile_float<typename Isa::Columns, kKind, kRows>(a.weight.panel(panel), a.act.row(row), a.act.k, a.act.k, sums);
   }
 };

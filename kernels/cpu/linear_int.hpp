@@ -18,6 +18,53 @@ LLMCTL_INLINE void load_halves(const uint8_t* p, typename C::F (&v)[kPanel / C::
   }
 }
 
+// What a tile needs of its rows besides their codes, group after group: scales, sums, multiplied already, and the high
+// parts of wide codes. Those of a group lie side by side: with a pointer for each row a tile runs out of registers.
+template <int kRows>
+struct RowFacts {
+  static constexpr bool kMultiplied = true;
+  const int32_t* at;  // [groups][3][kRows]
+
+  const float* scale(int row) const { return reinterpret_cast<const float*>(at) + row; }
+  int32_t sum(int row) const { return at[kRows + row]; }
+  const int32_t* high() const { return at + 2 * kRows; }
+  void next() { at += 3 * kRows; }
+
+  LLMCTL_INLINE void gather(const Form& form, long row, long groups, int times, int32_t* __restrict to) {
+    const int32_t* scales = reinterpret_cast<const int32_t*>(form.scales) + row * groups;
+    const int32_t* sums = form.sums + row * groups;
+    const int32_t* high = form.wide != nullptr ? form.high + row * groups : sums;
+    for (long g = 0; g < groups; ++g, to += 3 * kRows) {
+      LLMCTL_UNROLL
+      for (int i = 0; i < kRows; ++i) {
+        to[i] = scales[i * groups + g];
+        to[kRows + i] = times * sums[i * groups + g];
+        to[2 * kRows + i] = high[i * groups + g];
+      }
+    }
+  }
+  LLMCTL_INLINE RowFacts gathered(const Form&, long, long, const int32_t* from) { return {from}; }
+};
+
+// Those of one row lie so in the act.
+template <>
+struct RowFacts<1> {
+  static constexpr bool kMultiplied = false;
+  const float* scales;
+  const int32_t* sums;
+  const int32_t* highs;
+
+  const float* scale(int) const { return scales; }
+  int32_t sum(int) const { return *sums; }
+  const int32_t* high() const { return highs; }
+  void next() { ++scales, ++sums, ++highs; }
+
+  LLMCTL_INLINE void gather(const Form&, long, long, int, int32_t*) {}
+  LLMCTL_INLINE RowFacts gathered(const Form& form, long row, long groups, const int32_t*) {
+    return {form.scales + row * groups, form.sums + row * groups, form.high + row * groups};
+  }
+};
+
 // sums[row][v] += the products of 32 consecutive k.
 template <class C, int kRows, class Sum>
 LLMCTL_INLINE void add_block_int4(const uint8_t* __restrict w, const int8_t* __restrict x, long x_stride,
@@ -46,7 +93,7 @@ LLMCTL_INLINE void add_block_int4(const uint8_t* __restrict w, const int8_t* __r
 
 // total[row][v] += 16 times the products of the four wide codes' high parts; `codes` are the group's.
 template <class C, int kRows>
-LLMCTL_INLINE void add_wide_quad(const uint8_t* __restrict codes, int quad, const int32_t* __restrict high, long stride,
+LLMCTL_INLINE void add_wide_quad(const uint8_t* __restrict codes, int quad, const int32_t* __restrict high,
                                  typename C::I (&total)[kRows][kPanel / C::kWidth]) {
   constexpr int kVectors = kPanel / C::kWidth;
   const uint8_t* from = codes + 32 * (quad & ~1);
@@ -63,7 +110,7 @@ LLMCTL_INLINE void add_wide_quad(const uint8_t* __restrict codes, int quad, cons
   }
   LLMCTL_UNROLL
   for (int i = 0; i < kRows; ++i) {
-    const auto xi = C::broadcast_x4(reinterpret_cast<const int8_t*>(high + i * stride));
+    const auto xi = C::broadcast_x4(reinterpret_cast<const int8_t*>(high + i));
     LLMCTL_UNROLL
     for (int v = 0; v < kVectors; ++v) {
       if constexpr (C::kLongSums) {
@@ -83,8 +130,7 @@ LLMCTL_INLINE void add_wide_quad(const uint8_t* __restrict codes, int quad, cons
 // kOneBlock: the group is 32; otherwise it is `blocks` times 32.
 template <class C, WeightKind kKind, bool kOneBlock, int kRows>
 LLMCTL_NOINLINE void tile_int4(const uint8_t* __restrict w, const int8_t* __restrict x, long x_stride,
-                               const float* __restrict x_scale, const int32_t* __restrict x_sum,
-                               const uint8_t* __restrict wide, const int32_t* __restrict high, long groups, int blocks,
+                               RowFacts<kRows> facts, const uint8_t* __restrict wide, long groups, int blocks,
                                float* __restrict sums) {
   using F = typename C::F;
   using I = typename C::I;
@@ -103,12 +149,13 @@ LLMCTL_NOINLINE void tile_int4(const uint8_t* __restrict w, const int8_t* __rest
     for (int i = 0; i < kRows; ++i) {
       I start = C::zero_i();
       if constexpr (kKind == WeightKind::int4) {
-        start = C::sub_i(start, C::template shift_left<3>(C::set1_i(x_sum[i * groups + g])));
+        const I sum = C::set1_i(facts.sum(i));
+        start = facts.kMultiplied ? sum : C::sub_i(start, C::template shift_left<3>(sum));
       }
       LLMCTL_UNROLL
       for (int v = 0; v < kVectors; ++v) total[i][v] = start;
     }
-    if (wide != nullptr && wide[g] != kNoQuad) add_wide_quad<C, kRows>(w, wide[g], high + g, groups, total);
+    if (wide != nullptr && wide[g] != kNoQuad) add_wide_quad<C, kRows>(w, wide[g], facts.high(), total);
     const int count = kOneBlock ? 1 : blocks;
 #pragma GCC unroll 1
     for (int b = 0; b < count; ++b) {
@@ -136,22 +183,23 @@ LLMCTL_NOINLINE void tile_int4(const uint8_t* __restrict w, const int8_t* __rest
     if constexpr (kKind != WeightKind::int4) load_halves<C>(scales + 2 * kPanel, zero);
     LLMCTL_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const F xs = C::broadcast(x_scale + i * groups + g);
+      const F xs = C::broadcast(facts.scale(i));
       LLMCTL_UNROLL
       for (int v = 0; v < kVectors; ++v) {
         I t = total[i][v];
         if constexpr (kKind == WeightKind::int4_int) {
-          t = C::sub_i(t, C::mul_i(C::to_int(zero[v]), C::set1_i(x_sum[i * groups + g])));
+          t = C::sub_i(t, C::mul_i(C::to_int(zero[v]), C::set1_i(facts.sum(i))));
         }
         F value = C::to_float(t);
         if constexpr (kKind == WeightKind::int4_min) {
-          value = C::fma(value, scale[v], C::mul(C::to_float(C::set1_i(x_sum[i * groups + g])), zero[v]));
+          value = C::fma(value, scale[v], C::mul(C::to_float(C::set1_i(facts.sum(i))), zero[v]));
         } else {
           value = C::mul(value, scale[v]);
         }
         acc[i][v] = C::fma(value, xs, acc[i][v]);
       }
     }
+    facts.next();
   }
   LLMCTL_UNROLL
   for (int i = 0; i < kRows; ++i) {
@@ -164,20 +212,27 @@ template <class Isa, WeightKind kKind>
 struct Int4Tile {
   using C = typename Isa::Columns;
   static constexpr int kMaxRows = C::kIntRows;
+  static constexpr int kTogether = 16 / kMaxRows;
+  static constexpr int kTimes = kKind == WeightKind::int4 ? -8 : 1;
+
+  static long groups(const LinearArgs& a) { return a.act.k / a.form.group; }
+  static long room_for_row(const LinearArgs& a) { return 3 * groups(a); }
+
   template <int kRows>
-  LLMCTL_INLINE void run(const LinearArgs& a, int panel, long row, float* sums) {
-    const long groups = a.act.k / a.form.group;
+  LLMCTL_INLINE void prepare(const LinearArgs& a, long row, int32_t* room) {
+    RowFacts<kRows>::gather(a.form, row, groups(a), kTimes, room);
+  }
+
+  template <int kRows>
+  LLMCTL_INLINE void run(const LinearArgs& a, int panel, long row, const int32_t* room, float* sums) {
+    const auto facts = RowFacts<kRows>::gathered(a.form, row, groups(a), room);
     const int blocks = a.form.group / 32;
     const uint8_t* w = a.weight.panel(panel);
     const int8_t* x = static_cast<const int8_t*>(a.form.codes) + row * a.act.k;
-    const float* x_scale = a.form.scales + row * groups;
-    const int32_t* x_sum = a.form.sums + row * groups;
-    const uint8_t* wide = a.form.wide;
-    const int32_t* high = a.form.high + row * groups;
     if (blocks == 1) {
-      tile_int4<C, kKind, true, kRows>(w, x, a.act.k, x_scale, x_sum, wide, high, groups, blocks, sums);
+      tile_int4<C, kKind, true, kRows>(w, x, a.act.k, facts, a.form.wide, groups(a), blocks, sums);
     } else {
-      tile_int4<C, kKind, false, kRows>(w, x, a.act.k, x_scale, x_sum, wide, high, groups, blocks, sums);
+      tile_int4<C, kKind, false, kRows>(w, x, a.act.k, facts, a.form.wide, groups(a), blocks, sums);
     }
   }
 };
@@ -239,11 +294,11 @@ LLMCTL_NOINLINE void tile_int8(const uint8_t* __restrict w, const int16_t* __res
 }
 
 template <class Isa>
-struct Int8Tile {
+struct Int8Tile : NothingPrepared {
   using C = typename Isa::Columns;
   static constexpr int kMaxRows = C::kIntRows;
   template <int kRows>
-  LLMCTL_INLINE void run(const LinearArgs& a, int panel, long row, float* sums) {
+  LLMCTL_INLINE void run(const LinearArgs& a, int panel, long row, const int32_t*, float* sums) {
     const long groups = a.act.k / a.form.group;
     tile_int8<C, kRows>(a.weight.panel(panel), static_cast<const int16_t*>(a.form.codes) + row * a.act.k, a.act.k,
                         a.form.scales + row * groups, groups, a.form.group, sums);

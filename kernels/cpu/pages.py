@@ -67,7 +67,11 @@ def _share_on_large_pages(mapped: U8Array) -> float:
     """The part of the bytes that lies on large pages, once each of these was touched."""
     int(mapped[::LARGE_PAGE].sum())
     start, found = mapped.ctypes.data, 0
-    for first, last, fields in _areas(_MAPS.read_text()):
+    try:
+        maps = _MAPS.read_text()
+    except OSError:  # a system that does not tell
+        return 0.0
+    for first, last, fields in _areas(maps):
         if first < start + mapped.nbytes and start < last:
             sizes = re.findall(r"^(?:FilePmdMapped|AnonHugePages): +(\d+) kB$", fields, re.MULTILINE)
             found += sum(int(size) << 10 for size in sizes)

@@ -165,8 +165,10 @@ class LinearStage final : public Stage {
       return;
     }
     const int row_chunks = (rows + kRowChunk - 1) / kRowChunk;
-    const int panel_chunk = std::clamp(panels * row_chunks / (kChunksPerThread * share.threads), 1, kMaxPanelChunk);
-    const int panel_chunks = (panels + panel_chunk - 1) / panel_chunk;
+    const int most = std::clamp(kChunkBytes / static_cast<int>(args_.weight.panel_bytes), kMinPanels, kMaxPanels);
+    const int fair = std::max(1, panels * row_chunks / (kChunksPerThread * share.threads));
+    const int panel_chunks = (panels + std::min(most, fair) - 1) / std::min(most, fair);
+    const int panel_chunk = (panels + panel_chunks - 1) / panel_chunks;
     const int chunks = row_chunks * panel_chunks;
     for (int chunk; (chunk = share.take()) < chunks;) {
       const int row = chunk % row_chunks * kRowChunk, panel = chunk / row_chunks * panel_chunk;
@@ -181,7 +183,8 @@ class LinearStage final : public Stage {
  private:
   static constexpr int kDynamicRows = 16;
   static constexpr int kRowChunk = 64;
-  static constexpr int kMaxPanelChunk = 4;
+  static constexpr int kMinPanels = 4, kMaxPanels = 16;  // of a chunk, whose weights should stay in L2:
+  static constexpr int kChunkBytes = 256 << 10;
   static constexpr int kChunksPerThread = 4;
   Count count() const { return args_.logit_rows_only ? kLogitRows : kRows; }
   void (*kernel_)(const LinearArgs&, int, int, int, int, int);
