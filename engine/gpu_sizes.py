@@ -110,7 +110,9 @@ def _shared_bytes(spec: DecoderSpec, config: EngineConfig, length: int, weight_f
     sums = 0 if act == "f32" else _SUMS_BYTES
     if config.deterministic:
         sums = max(_fixed_sums(act, name, rows, *sizes) for name in weight_formats for sizes in _linears(spec))
-    ordered = 4 * rows * max(inputs for _, inputs in _linears(spec))  # of weights with an order of their own
+    # Weights in codes may have an order of their own, in which their inputs are gathered.
+    coded = any(name not in _FLOATS for name in weight_formats)
+    ordered = 4 * rows * max(inputs for _, inputs in _linears(spec)) if coded else 0
     return max(parts, sums + ordered, _expert_bytes(spec, rows, value))
 
 
