@@ -112,7 +112,7 @@ def _most_tokens(compute: str, kv: str, head_dim: int) -> int:
     """Of a step of prefill, for sums, scores and scales to stay in registers."""
     if compute == "f32":
         return max(16, 128 - head_dim)
-    return 32 if kv == "int8" and head_dim > 192 else 64
+    return 32 if head_dim > 192 and (kv == "int8" or compute == "tf32") else 64
 
 
 def blocks_per_sm(arch: str, threads: int, registers: int, shared_bytes: int) -> int:
