@@ -1,7 +1,7 @@
 # make demo    set up, then all commands on the default model: fetch, quantize, serve, bench, chat (recipes/demo.sh)
 # make test    set up and run the tests
 # make lint    ruff and mypy
-# make kernels-all  compile every CUDA kernel for every architecture (an hour of a core), and run all of them in
+# make kernels-all  compile every CUDA kernel for every architecture (over an hour of a core), and run all of them in
 #                   emulation; no GPU; JOBS=4 by four processes; what was compiled is kept, so it goes on where it was
 #                   interrupted
 # make launches     what a step of decoding asks of a GPU, without one: launches, copies, time of the host
