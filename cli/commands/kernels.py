@@ -14,7 +14,7 @@ from ..options import Json
 from ..sigterm import sigterm_like_ctrl_c
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ...kernels.cuda.compile_many import Outcome
     from ...kernels.cuda.table import ModelNeeds
@@ -71,7 +71,7 @@ def build(
         raise UsageError(f"--jobs is {jobs}, it must be from 0 to 1024")
     nvrtc.version()  # before anything starts: whether there is a compiler
     folder = environment().cache / "cubins"
-    needs = None if all else _needs(model, dtype, kv_cache_dtype)
+    needs = None if all else _needs(model, dtype, kv_cache_dtype, archs)
     wanted = [
         Job(one, item.kernel)
         for one in archs
@@ -116,8 +116,9 @@ def _called(outcome: Outcome) -> str:
     return f"{outcome.job.kernel.expression} for {outcome.job.arch}"
 
 
-def _needs(model: str, dtype: str, kv_cache_dtype: str) -> ModelNeeds:
-    """What decides which kernels the model runs, from its headers alone."""
+def _needs(model: str, dtype: str, kv_cache_dtype: str, archs: Sequence[str]) -> ModelNeeds:
+    """What decides which kernels the model runs, from its headers alone; UnsupportedModel if it would run nowhere."""
+    from ...engine.gpu_support import check_on_gpu
     from ...engine.load.checkpoint import open_checkpoint
     from ...engine.load.hub import resolve
     from ...kernels.cuda.attend import compute_of
@@ -127,8 +128,11 @@ def _needs(model: str, dtype: str, kv_cache_dtype: str) -> ModelNeeds:
         raise UsageError(f"--dtype is `{dtype}`", f"choose one of: {', '.join(ACTIVATIONS)}")
     if kv_cache_dtype not in KV_FORMATS:
         raise UsageError(f"--kv-cache-dtype is `{kv_cache_dtype}`", f"choose one of: {', '.join(KV_FORMATS)}")
-    checkpoint = open_checkpoint(resolve(model, environment=environment()))
+    source = resolve(model, environment=environment())
+    checkpoint = open_checkpoint(source)
     spec, act = checkpoint.spec, ACTIVATIONS[dtype]
+    for arch in archs:
+        check_on_gpu(source.name, spec, arch)
     kv = KV_FORMATS[kv_cache_dtype] or act
     return ModelNeeds(
         act=act,

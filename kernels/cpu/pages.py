@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 LARGE_PAGE = 2 << 20
 _ENOUGH = 0.8  # of the bytes on large pages; both ends may lie outside of one
 STATE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_STATUS = Path("/proc/self/status")
 _MAPS = Path("/proc/self/smaps")
 
 
@@ -35,9 +36,9 @@ class Pages(enum.Enum):
 
 
 def large_pages_allowed() -> bool:
-    """Whether the system gives large pages to whoever asks for them."""
+    """Whether the system gives large pages to whoever asks for them, and this process may."""
     try:
-        return "[never]" not in STATE.read_text()
+        return "[never]" not in STATE.read_text() and "\nTHP_enabled:\t0" not in _STATUS.read_text("ascii", "replace")
     except OSError:
         return False
 
@@ -60,6 +61,8 @@ def settle_on_large_pages(mapped: U8Array) -> Pages:
     if (error := _cpu.move_to_large_pages(mapped.ctypes.data, mapped.nbytes)) != 0:
         log.info("weights stay on small pages: %s", os.strerror(error))
         return Pages.SMALL
+    if _share_on_large_pages(mapped) < _ENOUGH:
+        log.info("the system has too few large pages left for all weights")
     return Pages.COPIED
 
 
@@ -68,7 +71,7 @@ def _share_on_large_pages(mapped: U8Array) -> float:
     int(mapped[::LARGE_PAGE].sum())
     start, found = mapped.ctypes.data, 0
     try:
-        maps = _MAPS.read_text()
+        maps = _MAPS.read_text(errors="surrogateescape")  # paths of files may be any bytes
     except OSError:  # a system that does not tell
         return 0.0
     for first, last, fields in _areas(maps):

@@ -148,8 +148,8 @@ class NormAddStage final : public Stage {
   NormAddArgs args_;
 };
 
-// Few rows: every thread has a fixed part of the panels. From 16 rows on, chunks of at most 4 panels x 64 rows
-// are taken from the counter, since a static cut waits for the slowest thread; all rows pass by a few panels before the
+// Few rows: every thread has a fixed part of the panels. With more than 16, chunks of 64 rows x as many panels as stay in
+// L2 are taken from the counter, since a static cut waits for the slowest thread; all rows pass by a few panels before the
 // next ones are read, because weights are the larger part and activations are read by all threads at once.
 class LinearStage final : public Stage {
  public:

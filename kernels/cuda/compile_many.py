@@ -91,6 +91,7 @@ def _by_processes(waiting: deque[Job], folder: Path, workers: int) -> Generator[
     """Takes jobs from `waiting` until there are none; returns those that were under way when a process died."""
     open_jobs: dict[Future[Outcome], Job] = {}
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    finished = False
     try:
         while waiting or open_jobs:
             while waiting and len(open_jobs) < workers + _WAITING:
@@ -101,11 +102,21 @@ def _by_processes(waiting: deque[Job], folder: Path, workers: int) -> Generator[
                 outcome = future.result()
                 del open_jobs[future]
                 yield outcome
+        finished = True
     except BrokenProcessPool:
         return list(open_jobs.values())
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        # Idle workers are told to end before anything at exit closes the queue that tells them. Whoever interrupts
+        # would wait for those that compile: they are ended.
+        if not finished:
+            _end_workers(pool)
+        pool.shutdown(wait=True, cancel_futures=True)
     return []
+
+
+def _end_workers(pool: ProcessPoolExecutor) -> None:
+    for process in list((pool._processes or {}).values()):
+        process.terminate()
 
 
 def _by_itself(job: Job, folder: Path) -> Iterator[Outcome]:

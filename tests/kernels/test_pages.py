@@ -1,7 +1,9 @@
 """Large pages: whatever weights lie on, they are the same bytes at the same place."""
 
 import errno
+import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +102,38 @@ def test_a_refusal_of_memory_leaves_the_mapping_as_it_was(path, content, monkeyp
         resource.setrlimit(resource.RLIMIT_AS, limit)
     np.testing.assert_array_equal(mapped, content)
     assert anonymous_bytes(mapped) == 0
+
+
+@needs_large_pages
+def test_paths_of_other_mapped_files_may_be_any_bytes(path, tmp_path):
+    strange = os.fsencode(tmp_path) + b"/y\xe9"
+    shutil.copy(path, strange)
+    script = f"""
+import mmap, os
+from pathlib import Path
+from llmctl.kernels.cpu.pages import settle_on_large_pages
+from llmctl.quant.formats.stored import map_file
+other = mmap.mmap(os.open({strange!r}, os.O_RDONLY), 0, access=mmap.ACCESS_READ)
+print(settle_on_large_pages(map_file(Path({str(path)!r}))).name)
+"""
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=ascii_only)
+    assert done.stdout.strip() in ("MAPPED", "COPIED")
+
+
+@needs_large_pages
+def test_a_process_that_may_not_have_large_pages_keeps_the_mapping(path):
+    script = f"""
+import ctypes
+from pathlib import Path
+PR_SET_THP_DISABLE = 41
+assert ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
+from llmctl.kernels.cpu.pages import settle_on_large_pages
+from llmctl.quant.formats.stored import map_file
+print(settle_on_large_pages(map_file(Path({str(path)!r}))).name)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "SMALL"
 
 
 @needs_large_pages
