@@ -21,6 +21,7 @@ from ..kernels.ops import (
     AttendArgs,
     Batch,
     EmbedArgs,
+    ExpertsArgs,
     KVCopyArgs,
     KVLayer,
     LatentArgs,
@@ -92,7 +93,13 @@ def _cases() -> Iterator[tuple[str, str, object]]:
         yield from _attention_cases(name, batch)
     for name in LATENT_FORMATS:
         yield "latent", name, _latent_args(name, batch)
+    two = (_weight(WeightFormat("f32")),) * 2
     for name in ACTIVATIONS:
+        yield (
+            "experts",
+            name,
+            ExpertsArgs(batch, plain, two[0], None, two, two, two, 1, "softmax", False, 1.0, name, rows),
+        )
         yield "act_mul", name, ActMulArgs(batch, rows, rows, name, plain)
     yield "sample", "", _sample_args()
 

@@ -52,7 +52,7 @@ def test_plan_sizes_the_cache_by_what_the_gpu_has_free(use, model, make_console)
 
 
 def test_what_does_not_fit_on_the_gpu_is_shown_with_the_plan(use, model, make_console):
-    use(HostDriver(None, memory_total=300 << 20))
+    use(HostDriver(None, memory_total=100 << 20))
     console = make_console()
     assert app.run(["plan", model, "--device", "cuda"], console) == ExitCode.CAPACITY
     assert "workspace" in console.stderr.getvalue() and "hint" in console.stderr.getvalue()
