@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 from ..ops import ROWS, AttendArgs
+from .arguments import Argument, f32, i32, i64, ptr
 from .attend import MERGE_ROWS, MERGE_THREADS, AttendShape
-from .call import Argument, Call
+from .call import Call
 from .machine import Machine
 from .types import block_bits
 from .work_list import WorkList
@@ -50,32 +50,20 @@ class AttendOp:
         width, size = args.num_heads * kv.head_dim, work.max_parts * work.tiles.part_bytes
         parts = machine.workspace(size)
         scales = parts + size // (kv.head_dim + 2) * kv.head_dim
-        out, counts = _p(machine.address(args.act.values)), machine.address(work.counts)
+        out, counts = ptr(machine.address(args.act.values)), machine.address(work.counts)
         attending: tuple[Argument, ...] = (
-            out, _p(parts), _p(scales), _p(machine.address(args.q)), _p(machine.address(kv.arena)),
-            _p(machine.address(table)), _p(machine.address(work.work)), _p(counts), _p(self.sinks),
-            _l(kv.block_stride), _l(kv.layer_offset), _i(table.shape[1]), _i(args.q.shape[1]), _i(width), _i(group),
-            _i(args.window), ctypes.c_float(1.0), ctypes.c_float(args.soft_cap), _p(self.value_scales),
-            _i(shape.act_code), _i(block_bits(kv.block_size)),
+            out, ptr(parts), ptr(scales), ptr(machine.address(args.q)), ptr(machine.address(kv.arena)),
+            ptr(machine.address(table)), ptr(machine.address(work.work)), ptr(counts), ptr(self.sinks),
+            i64(kv.block_stride), i64(kv.layer_offset), i32(table.shape[1]), i32(args.q.shape[1]), i32(width),
+            i32(group), i32(args.window), f32(1.0), f32(args.soft_cap), ptr(self.value_scales),
+            i32(shape.act_code), i32(block_bits(kv.block_size)),
         )  # fmt: skip
         calls = [Call(shape.kernel, (items, kv.num_kv_heads, 1), shape.threads, shape.shared_bytes, attending)]
         if merges:
             merging: tuple[Argument, ...] = (
-                out, _p(parts), _p(scales), _p(machine.address(work.merge)), _p(counts + 4), _p(self.sinks),
-                _i(width), _i(group), _p(self.value_scales),
+                out, ptr(parts), ptr(scales), ptr(machine.address(work.merge)), ptr(counts + 4), ptr(self.sinks),
+                i32(width), i32(group), ptr(self.value_scales),
             )  # fmt: skip
             grid = (merges, kv.num_kv_heads, MERGE_ROWS)
             calls.append(Call(shape.merge_kernel, grid, MERGE_THREADS, shape.merge_shared_bytes, merging))
         return calls
-
-
-def _p(address: int) -> ctypes.c_void_p:
-    return ctypes.c_void_p(address)
-
-
-def _i(value: int) -> ctypes.c_int32:
-    return ctypes.c_int32(value)
-
-
-def _l(value: int) -> ctypes.c_int64:
-    return ctypes.c_int64(value)

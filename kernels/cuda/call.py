@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass, field
 
+from .arguments import Argument
 from .driver import Packed, pack_arguments
 from .source import Kernel
-
-Argument = ctypes.c_void_p | ctypes.c_int32 | ctypes.c_int64 | ctypes.c_float
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..errors import LlmctlError
+from .arguments import Argument
 from .jit import Cubin
-from .source import Argument
 
 Grid = tuple[int, int, int]
 

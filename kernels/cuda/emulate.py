@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import UsageError
-from .source import FOLDER, Argument, Kernel, headers_of, prologue, text_hash
+from .arguments import Argument
+from .source import FOLDER, Kernel, headers_of, prologue, text_hash
 
 Mode = Literal["values", "checked"]
 

@@ -25,10 +25,11 @@ from pathlib import Path
 import numpy as np
 
 from ..ops import U8Array
+from .arguments import Argument
 from .driver import DeviceInfo, Grid, OutOfMemory, Packed
 from .emulate import Emulation, build
 from .jit import Cubin, Resources
-from .source import Argument, Kernel
+from .source import Kernel
 
 _ALIGNMENT = 256
 _POISON = 0xFF  # a NaN in every float type, and an index far outside of everything

@@ -6,13 +6,13 @@ for values. Both are linear layers of each head by itself, so nothing is expande
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 from ..errors import NoKernel
 from . import pack
+from .arguments import Argument, i32, i64, ptr
 from .attend import COMPUTE, MERGE_THREADS
-from .call import Argument, Call
+from .call import Call
 from .jit import architecture
 from .linear import (
     FMA_PANELS,
@@ -139,12 +139,12 @@ def heads_calls(layer: Linear, heads: int, rows: int, at: Addresses, capability:
     """
     stride = pack.parts(layer.weight, layer.outputs, layer.inputs).num_bytes
     # No list of rows: those of one head are every `heads`th.
-    batched: tuple[Argument, ...] = (_p(0), _p(0), _i(heads), *(ctypes.c_int64(stride),) * 3)
-    sizes = _i(rows), _i(layer.outputs), _i(layer.inputs), _i(layer.width)
-    weight, none = weight_arguments(layer, at.weight), (_p(0), _p(0))
+    batched: tuple[Argument, ...] = (ptr(0), ptr(0), i32(heads), *(i64(stride),) * 3)
+    sizes = i32(rows), i32(layer.outputs), i32(layer.inputs), i32(layer.width)
+    weight, none = weight_arguments(layer, at.weight), (ptr(0), ptr(0))
     if layer.dtype == "f32":
         grid = (-(-layer.panels // FMA_PANELS), heads * -(-rows // FMA_ROWS), 1)
-        plain = (_p(at.y), _p(at.x), *weight, *none, *sizes, *batched)
+        plain = (ptr(at.y), ptr(at.x), *weight, *none, *sizes, *batched)
         return [Call(fma_kernel(layer, grouped=True), grid, FMA_THREADS, FMA_SHARED, plain)]
     group, most = kernel_group(layer.weight), expert_tiles(architecture(*capability))
     known = [
@@ -155,13 +155,5 @@ def heads_calls(layer: Linear, heads: int, rows: int, at: Addresses, capability:
     tile = next((tile for tile in known if tile.rows >= rows), known[-1])
     grid = (-(-layer.panels // tile.panels), heads * -(-rows // tile.rows), 1)
     shared = shared_bytes(tile, layer.weight, group, grouped=True)
-    arguments = (_p(at.y), _p(0), _p(at.x), *weight, *none, *sizes, _i(1 << 24), *batched)
+    arguments = (ptr(at.y), ptr(0), ptr(at.x), *weight, *none, *sizes, i32(1 << 24), *batched)
     return [Call(mma_kernel(layer, tile, grouped=True), grid, tile.threads, shared, arguments)]
-
-
-def _p(address: int) -> ctypes.c_void_p:
-    return ctypes.c_void_p(address)
-
-
-def _i(value: int) -> ctypes.c_int32:
-    return ctypes.c_int32(value)

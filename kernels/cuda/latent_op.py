@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,8 +10,9 @@ import numpy as np
 from ..formats import WeightFormat
 from ..ops import ATTEND_SPLIT, ROWS, F32Array, LatentArgs
 from . import latent, pack
+from .arguments import Argument, f32, i32, i64, ptr
 from .attend import MERGE_ROWS, MERGE_THREADS
-from .call import Argument, Call
+from .call import Call
 from .jit import architecture
 from .latent import LatentShape
 from .linear import Addresses, Linear
@@ -85,11 +85,11 @@ class LatentOp:
         _, queries, _ = self._places()
         q, at = machine.address(args.q), machine.address
         storing: tuple[Argument, ...] = (
-            _p(queries), _p(at(kv.arena)), _p(q), _p(at(args.latent)), _p(norm), _p(cosines), _p(sines),
-            _p(at(table)), _p(at(batch.slot)), _p(at(batch.position)), _p(at(batch.counts) + 4 * ROWS),
-            _l(kv.block_stride), _l(kv.layer_offset), _i(table.shape[1]), _i(block_bits(kv.block_size)),
-            _i(args.num_heads), _i(args.nope_dim), _i(rank), _i(kv.head_dim - rank), _i(args.latent.shape[1]),
-            _i(args.interleaved), ctypes.c_float(args.norm_eps),
+            ptr(queries), ptr(at(kv.arena)), ptr(q), ptr(at(args.latent)), ptr(norm), ptr(cosines), ptr(sines),
+            ptr(at(table)), ptr(at(batch.slot)), ptr(at(batch.position)), ptr(at(batch.counts) + 4 * ROWS),
+            i64(kv.block_stride), i64(kv.layer_offset), i32(table.shape[1]), i32(block_bits(kv.block_size)),
+            i32(args.num_heads), i32(args.nope_dim), i32(rank), i32(kv.head_dim - rank), i32(args.latent.shape[1]),
+            i32(args.interleaved), f32(args.norm_eps),
         )  # fmt: skip
         grid = (rows, args.num_heads // 4 + 1, 1)
         return [
@@ -104,16 +104,16 @@ class LatentOp:
         scales = parts + work.max_parts * 4 * shape.rows * rank
         counts = machine.address(work.counts)
         attending: tuple[Argument, ...] = (
-            _p(results), _p(parts), _p(scales), _p(queries), _p(machine.address(kv.arena)),
-            _p(machine.address(table)), _p(machine.address(work.work)), _p(counts), _l(kv.block_stride),
-            _l(kv.layer_offset), _i(table.shape[1]), _i(heads), ctypes.c_float(args.q_scale * np.log2(np.e)),
-            _i(block_bits(kv.block_size)),
+            ptr(results), ptr(parts), ptr(scales), ptr(queries), ptr(machine.address(kv.arena)),
+            ptr(machine.address(table)), ptr(machine.address(work.work)), ptr(counts), i64(kv.block_stride),
+            i64(kv.layer_offset), i32(table.shape[1]), i32(heads), f32(args.q_scale * np.log2(np.e)),
+            i32(block_bits(kv.block_size)),
         )  # fmt: skip
         calls = [Call(shape.kernel, (items, 1, 1), shape.threads, shape.shared_bytes, attending)]
         if merges:
             merging: tuple[Argument, ...] = (
-                _p(results), _p(parts), _p(scales), _p(machine.address(work.merge)), _p(counts + 4), _p(0),
-                _i(heads * rank), _i(heads), _p(0),
+                ptr(results), ptr(parts), ptr(scales), ptr(machine.address(work.merge)), ptr(counts + 4), ptr(0),
+                i32(heads * rank), i32(heads), ptr(0),
             )  # fmt: skip
             grid = (merges, 1, MERGE_ROWS)
             calls.append(Call(shape.merge_kernel, grid, MERGE_THREADS, shape.merge_shared_bytes, merging))
@@ -195,15 +195,3 @@ def _packed(weights: Sequence[F32Array] | F32Array, format: WeightFormat) -> F32
         [pack.pack(format, as_stored(np.ascontiguousarray(each), format.kind)) for each in weights]
     )
     return found
-
-
-def _p(address: int) -> ctypes.c_void_p:
-    return ctypes.c_void_p(address)
-
-
-def _i(value: int) -> ctypes.c_int32:
-    return ctypes.c_int32(value)
-
-
-def _l(value: int) -> ctypes.c_int64:
-    return ctypes.c_int64(value)

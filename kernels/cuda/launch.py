@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from .arguments import Argument
 from .driver import Driver, Grid, Packed, pack_arguments
 from .jit import Jit
-from .source import Argument, Kernel
+from .source import Kernel
 
 ALWAYS_ALLOWED_BYTES = 48 << 10  # of dynamic shared memory
 

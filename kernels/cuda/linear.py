@@ -5,7 +5,6 @@ Addresses and sizes in, calls out: nothing here needs a GPU, so that tests run t
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from dataclasses import dataclass
 from typing import Literal
@@ -13,6 +12,7 @@ from typing import Literal
 from ..errors import UsageError
 from ..formats import WeightFormat
 from . import pack
+from .arguments import i32, i64, ptr
 from .call import Call
 from .linear_tiles import SHARED_LIMIT, UNIT, Tile, choose_splits, choose_tile, shared_bytes, tiles_within
 from .source import Kernel
@@ -160,8 +160,8 @@ def vector_shared(layer: Linear) -> int:
 def vector_call(layer: Linear, rows: int, at: Addresses) -> Call:
     """Each row by itself, from a weight that is read as often."""
     arguments = (
-        _p(at.y), _p(at.x), *weight_arguments(layer, at.weight), _p(at.bias), _p(at.residual),
-        _i(layer.outputs), _i(layer.inputs), _i(layer.width),
+        ptr(at.y), ptr(at.x), *weight_arguments(layer, at.weight), ptr(at.bias), ptr(at.residual),
+        i32(layer.outputs), i32(layer.inputs), i32(layer.width),
     )  # fmt: skip
     return Call(vector_kernel(layer), (layer.panels, rows, 1), 32 * VECTOR_WARPS, vector_shared(layer), arguments)
 
@@ -169,9 +169,9 @@ def vector_call(layer: Linear, rows: int, at: Addresses) -> Call:
 def fma_call(layer: Linear, rows: int, at: Addresses) -> Call:
     """float32 throughout."""
     arguments = (
-        _p(at.y), _p(at.x), *weight_arguments(layer, at.weight), _p(at.bias), _p(at.residual),
-        _i(rows), _i(layer.outputs), _i(layer.inputs), _i(layer.width),
-        _p(0), _p(0), _i(1), _l(0), _l(0), _l(0),
+        ptr(at.y), ptr(at.x), *weight_arguments(layer, at.weight), ptr(at.bias), ptr(at.residual),
+        i32(rows), i32(layer.outputs), i32(layer.inputs), i32(layer.width),
+        ptr(0), ptr(0), i32(1), i64(0), i64(0), i64(0),
     )  # fmt: skip
     grid = (-(-layer.panels // FMA_PANELS), -(-rows // FMA_ROWS), 1)
     return Call(fma_kernel(layer), grid, FMA_THREADS, FMA_SHARED, arguments)
@@ -187,9 +187,9 @@ def mma_calls(layer: Linear, rows: int, at: Addresses, tile: Tile, splits: int, 
     grid = (-(-layer.panels // tile.panels), -(-rows // tile.rows), splits)
     group = kernel_group(layer.weight)
     arguments = (
-        _p(at.y), _p(at.sums), _p(at.x), *weight_arguments(layer, at.weight), _p(at.bias), _p(at.residual),
-        _i(rows), _i(layer.outputs), _i(layer.inputs), _i(layer.width), _i(steps_per_split),
-        _p(0), _p(0), _i(1), _l(0), _l(0), _l(0),
+        ptr(at.y), ptr(at.sums), ptr(at.x), *weight_arguments(layer, at.weight), ptr(at.bias), ptr(at.residual),
+        i32(rows), i32(layer.outputs), i32(layer.inputs), i32(layer.width), i32(steps_per_split),
+        ptr(0), ptr(0), i32(1), i64(0), i64(0), i64(0),
     )  # fmt: skip
     shared = shared_bytes(tile, layer.weight, group, grouped=False)
     calls = [Call(mma_kernel(layer, tile), grid, tile.threads, shared, arguments)]
@@ -201,8 +201,8 @@ def mma_calls(layer: Linear, rows: int, at: Addresses, tile: Tile, splits: int, 
 def reduce_call(layer: Linear, rows: int, at: Addresses, splits: int) -> Call:
     """The sum over splits, ended."""
     arguments = (
-        _p(at.y), _p(at.sums), _p(at.bias), _p(at.residual),
-        _i(rows), _i(layer.outputs), _i(layer.width), _i(splits),
+        ptr(at.y), ptr(at.sums), ptr(at.bias), ptr(at.residual),
+        i32(rows), i32(layer.outputs), i32(layer.width), i32(splits),
     )  # fmt: skip
     return Call(reduce_kernel(layer), (-(-layer.panels * 4 // REDUCE_THREADS), rows, 1), REDUCE_THREADS, 0, arguments)
 
@@ -224,29 +224,17 @@ def _types(layer: Linear) -> str:
     return f"{element}, {WEIGHTS[weight.kind]}, {kernel_group(weight)}, {ZEROS[weight.zero]}, {scale}"
 
 
-def weight_arguments(layer: Linear, address: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]:
+def weight_arguments(layer: Linear, address: int) -> tuple[ptr, ptr, ptr]:
     """Where codes, scales and zeros of the weight lie."""
     where = pack.parts(layer.weight, layer.outputs, layer.inputs)
-    return _p(address), _p(address + where.scales.start), _p(address + where.zeros.start)
+    return ptr(address), ptr(address + where.scales.start), ptr(address + where.zeros.start)
 
 
 def gather_call(dtype: str, rows: int, inputs: int, *, out: int, x: int, order: int) -> Call:
     """out[:, j] = x[:, order[j]], for a weight whose groups are of scattered inputs; order int32 [inputs], even."""
-    arguments = (_p(out), _p(x), _p(order), _i(inputs))
+    arguments = (ptr(out), ptr(x), ptr(order), i32(inputs))
     return Call(gather_kernel(dtype), (-(-inputs // 256), rows, 1), GATHER_THREADS, 0, arguments)
 
 
 def gather_kernel(dtype: str) -> Kernel:
     return Kernel("gather.cuh", f"gather_inputs<{ELEMENTS[dtype]}>")
-
-
-def _p(address: int) -> ctypes.c_void_p:
-    return ctypes.c_void_p(address)
-
-
-def _i(value: int) -> ctypes.c_int32:
-    return ctypes.c_int32(value)
-
-
-def _l(value: int) -> ctypes.c_int64:
-    return ctypes.c_int64(value)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
+from .arguments import i32, ptr
 from .call import Call
 from .source import Kernel
 from .types import ACTIVATIONS, ELEMENTS
@@ -58,17 +58,9 @@ def refusal(lora: Lora) -> str | None:
 def lora_calls(lora: Lora, rows: int, at: LoraAddresses) -> list[Call]:
     """Shrink, then expand: y[row] += scale * B (A x[row])."""
     shrink, expand = lora.kernels
-    down = (_p(at.low), _p(at.x), _p(at.a), _p(at.slots), _i(lora.inputs))
-    up = (_p(at.y), _p(at.low), _p(at.b), _p(at.scales), _p(at.slots), _i(lora.outputs), _i(lora.width))
+    down = (ptr(at.low), ptr(at.x), ptr(at.a), ptr(at.slots), i32(lora.inputs))
+    up = (ptr(at.y), ptr(at.low), ptr(at.b), ptr(at.scales), ptr(at.slots), i32(lora.outputs), i32(lora.width))
     return [
         Call(shrink, (lora.rank // 4, rows, 1), THREADS, 0, down),
         Call(expand, (-(-lora.outputs // 256), rows, 1), THREADS, 4 * lora.rank, up),
     ]
-
-
-def _p(address: int) -> ctypes.c_void_p:
-    return ctypes.c_void_p(address)
-
-
-def _i(value: int) -> ctypes.c_int32:
-    return ctypes.c_int32(value)

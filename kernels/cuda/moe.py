@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..formats import WeightFormat
 from . import pack
+from .arguments import f32, i32, i64, ptr
 from .call import Call
 from .linear import (
     FMA_PANELS,
@@ -112,8 +112,8 @@ def route_call(
     `count`, here and below, is the address of an int32: how many tokens there are, at most `tokens`.
     """
     arguments = (
-        _p(ids), _p(weights), _p(logits), _p(bias), _p(count), _i(routing.experts), _i(routing.choices),
-        _i(routing.normalize), ctypes.c_float(routing.scale),
+        ptr(ids), ptr(weights), ptr(logits), ptr(bias), ptr(count), i32(routing.experts), i32(routing.choices),
+        i32(routing.normalize), f32(routing.scale),
     )  # fmt: skip
     return Call(route_kernel(routing), (-(-tokens // 4), 1, 1), ROUTE_THREADS, 0, arguments)
 
@@ -123,8 +123,8 @@ def group_call(
 ) -> Call:
     """row_ids int32 [max_tiles, tile_rows] and tile_expert int32 [max_tiles]."""
     arguments = (
-        _p(row_ids), _p(tile_expert), _p(ids), _p(count),
-        _i(routing.choices), _i(routing.experts), _i(max_tiles(routing, tokens, tile_rows)),
+        ptr(row_ids), ptr(tile_expert), ptr(ids), ptr(count),
+        i32(routing.choices), i32(routing.experts), i32(max_tiles(routing, tokens, tile_rows)),
     )  # fmt: skip
     return Call(group_kernel(tile_rows), (1, 1, 1), GROUP_THREADS, 8 * routing.experts, arguments)
 
@@ -149,17 +149,17 @@ def experts_calls(
     """
     assert splits == 1 or at.sums, splits
     pairs, stride = tokens * routing.choices, pack.parts(layer.weight, layer.outputs, layer.inputs).num_bytes
-    sizes = _i(pairs), _i(layer.outputs), _i(layer.inputs), _i(layer.width)
-    grouped = _p(row_ids), _p(tile_expert), _i(row_divisor), *(ctypes.c_int64(stride),) * 3
-    weight, ends = weight_arguments(layer, at.weight), (_p(at.bias), _p(at.residual))
+    sizes = i32(pairs), i32(layer.outputs), i32(layer.inputs), i32(layer.width)
+    grouped = ptr(row_ids), ptr(tile_expert), i32(row_divisor), *(i64(stride),) * 3
+    weight, ends = weight_arguments(layer, at.weight), (ptr(at.bias), ptr(at.residual))
     tiles = max_tiles(routing, tokens, tile_rows)
     if layer.dtype == "f32":
         assert splits == 1 and tile_rows == FMA_ROWS, (splits, tile_rows)
         grid = (-(-layer.panels // FMA_PANELS), tiles, 1)
-        plain = (_p(at.y), _p(at.x), *weight, *ends, *sizes, *grouped)
+        plain = (ptr(at.y), ptr(at.x), *weight, *ends, *sizes, *grouped)
         return [Call(fma_kernel(layer, grouped=True), grid, FMA_THREADS, FMA_SHARED, plain)]
     tile = tile_of(layer.weight, tile_rows)
-    arguments = (_p(at.y), _p(at.sums), _p(at.x), *weight, *ends, *sizes, _i(steps_per_split), *grouped)
+    arguments = (ptr(at.y), ptr(at.sums), ptr(at.x), *weight, *ends, *sizes, i32(steps_per_split), *grouped)
     grid = (-(-layer.panels // tile.panels), tiles, splits)
     shared = shared_bytes(tile, layer.weight, kernel_group(layer.weight), grouped=True)
     calls = [Call(mma_kernel(layer, tile, grouped=True), grid, tile.threads, shared, arguments)]
@@ -173,14 +173,6 @@ def combine_call(
     dtype: str, tokens: int, choices: int, width: int, *, out: int, y: int, weights: int, count: int, residual: int = 0
 ) -> Call:
     """out [tokens, width] from y [tokens * choices, width]; `width` is even."""
-    arguments = (_p(out), _p(y), _p(weights), _p(residual), _p(count), _i(choices), _i(width))
+    arguments = (ptr(out), ptr(y), ptr(weights), ptr(residual), ptr(count), i32(choices), i32(width))
     grid = (-(-width // 256), tokens, 1)
     return Call(combine_kernel(dtype, add=residual != 0), grid, COMBINE_THREADS, 0, arguments)
-
-
-def _p(address: int) -> ctypes.c_void_p:
-    return ctypes.c_void_p(address)
-
-
-def _i(value: int) -> ctypes.c_int32:
-    return ctypes.c_int32(value)

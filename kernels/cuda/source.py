@@ -5,7 +5,6 @@ The same record goes to NVRTC (jit.py) and to the CPU's compiler (emulate.py): w
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import re
@@ -13,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-# A parameter of a kernel, in its exact type: an int alone would be passed as 8 bytes.
-Argument = ctypes.c_void_p | ctypes.c_int32 | ctypes.c_int64 | ctypes.c_float
 
 _INCLUDE = re.compile(r'^#include "([^"]+\.cuh)"', re.MULTILINE)
 

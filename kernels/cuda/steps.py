@@ -7,7 +7,6 @@ layers here multiply values; and a token outside of the vocabulary gives zeros.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -34,9 +33,10 @@ from ..ops import (
     RopeStoreArgs,
 )
 from . import rows as kernels
+from .arguments import Argument, f32, i32, i64, ptr
 from .attend import compute_of, refusal
 from .attend_op import AttendOp, Lane
-from .call import Argument, Call
+from .call import Call
 from .jit import architecture
 from .machine import Machine
 from .tiles import choose_attend
@@ -88,8 +88,8 @@ def build_embed(args: EmbedArgs, machine: Machine) -> tuple[StepOp]:
     table[:, : args.weight.k] = values_of(args.weight)
     dtype, vocabulary, width = DTYPES[args.out.dtype], args.weight.n, args.out.shape[1]
     fixed = (
-        _at(machine, args.out), _p(machine.upload(as_stored(table, dtype))), _at(machine, args.batch.token),
-        _count(machine, args.batch, ROWS), _i(width), _i(vocabulary), ctypes.c_float(args.scale),
+        _at(machine, args.out), ptr(machine.upload(as_stored(table, dtype))), _at(machine, args.batch.token),
+        _count(machine, args.batch, ROWS), i32(width), i32(vocabulary), f32(args.scale),
     )  # fmt: skip
     kernel = kernels.embed(dtype)
     return (StepOp(machine, args.batch, ROWS, lambda rows: [Call(kernel, (rows, 1, 1), _THREADS, 0, fixed)]),)
@@ -105,10 +105,10 @@ def build_norm(args: NormArgs, machine: Machine) -> tuple[StepOp]:
     kernel, threads = kernels.rms_norm(dtype, width, residual=False)
     count = LOGIT_ROWS if args.logit_rows_only else ROWS
     fixed = (
-        _at(machine, args.act.values), _at(machine, args.x), _p(0),
-        _p(machine.upload(as_stored(args.weight, dtype))),
-        _at(machine, args.batch.logit_rows) if args.logit_rows_only else _p(0),
-        _count(machine, args.batch, count), _i(width), ctypes.c_float(args.eps),
+        _at(machine, args.act.values), _at(machine, args.x), ptr(0),
+        ptr(machine.upload(as_stored(args.weight, dtype))),
+        _at(machine, args.batch.logit_rows) if args.logit_rows_only else ptr(0),
+        _count(machine, args.batch, count), i32(width), f32(args.eps),
     )  # fmt: skip
     shared = threads // 32 * 4
     return (StepOp(machine, args.batch, count, lambda rows: [Call(kernel, (rows, 1, 1), threads, shared, fixed)]),)
@@ -123,8 +123,8 @@ def build_norm_add(args: NormAddArgs, machine: Machine) -> tuple[StepOp]:
     dtype, width = DTYPES[args.x.dtype], len(args.weight)
     kernel, threads = kernels.rms_norm(dtype, width, residual=False, add=True)
     fixed = (
-        _at(machine, args.out), _at(machine, args.x), _p(0), _p(machine.upload(as_stored(args.weight, dtype))), _p(0),
-        _count(machine, args.batch, ROWS), _i(width), ctypes.c_float(args.eps),
+        _at(machine, args.out), _at(machine, args.x), ptr(0), ptr(machine.upload(as_stored(args.weight, dtype))),
+        ptr(0), _count(machine, args.batch, ROWS), i32(width), f32(args.eps),
     )  # fmt: skip
     shared = threads // 32 * 4
     return (StepOp(machine, args.batch, ROWS, lambda rows: [Call(kernel, (rows, 1, 1), threads, shared, fixed)]),)
@@ -141,7 +141,7 @@ def build_act_mul(args: ActMulArgs, machine: Machine) -> tuple[StepOp]:
     kernel = kernels.act_mul_apart(dtype, args.activation)
     fixed = (
         _at(machine, args.act.values), _at(machine, args.gate), _at(machine, args.up),
-        _count(machine, args.batch, ROWS), _i(width), _i(args.gate.shape[1]),
+        _count(machine, args.batch, ROWS), i32(width), i32(args.gate.shape[1]),
     )  # fmt: skip
     across = -(-width // (_THREADS * VALUES[dtype]))
     return (StepOp(machine, args.batch, ROWS, lambda rows: [Call(kernel, (rows, across, 1), _THREADS, 0, fixed)]),)
@@ -159,19 +159,19 @@ def build_rope_store(args: RopeStoreArgs, machine: Machine) -> tuple[StepOp]:
     steering = kv.steering if kv.format.bytes_per_value == 1 else None
     kernel = kernels.rope_store(dtype, kv.format.kind, kv.head_dim, steered=steering is not None)
 
-    def constant(array: F32Array | None, kind: str) -> ctypes.c_void_p:
-        return _p(0 if array is None else machine.upload(as_stored(array, kind)))
+    def constant(array: F32Array | None, kind: str) -> ptr:
+        return ptr(0 if array is None else machine.upload(as_stored(array, kind)))
 
     fixed: tuple[Argument, ...] = (
         _at(machine, args.q), _at(machine, args.k), _at(machine, args.v), _at(machine, kv.arena), _at(machine, table),
         _at(machine, args.batch.slot), _at(machine, args.batch.position), _count(machine, args.batch, ROWS),
         constant(args.q_norm, dtype), constant(args.k_norm, dtype),
         constant(args.cos, "f32"), constant(args.sin, "f32"), constant(kv.scales, "f32"),
-        _p(0 if steering is None else machine.upload(steering.order)),
+        ptr(0 if steering is None else machine.upload(steering.order)),
         constant(None if steering is None else steering.follow, "f32"),
-        _l(kv.block_stride), _l(kv.layer_offset), _i(table.shape[1]), _i(args.num_heads), _i(kv.num_kv_heads),
-        _i(args.q.shape[1]), _i(args.k.shape[1]), _i(0 if args.cos is None else kv.head_dim), _i(0),
-        ctypes.c_float(args.norm_eps), ctypes.c_float(args.q_scale), _i(block_bits(kv.block_size)),
+        i64(kv.block_stride), i64(kv.layer_offset), i32(table.shape[1]), i32(args.num_heads), i32(kv.num_kv_heads),
+        i32(args.q.shape[1]), i32(args.k.shape[1]), i32(0 if args.cos is None else kv.head_dim), i32(0),
+        f32(args.norm_eps), f32(args.q_scale), i32(block_bits(kv.block_size)),
     )  # fmt: skip
     heads = -(-(args.num_heads + kv.num_kv_heads) // kernels.HEADS_PER_BLOCK)
     return (StepOp(machine, args.batch, ROWS, lambda rows: [Call(kernel, (rows, heads, 1), _THREADS, 0, fixed)]),)
@@ -230,8 +230,8 @@ def build_kv_copy(args: KVCopyArgs, machine: Machine) -> KVCopy:
     def copy(source: int, target: int, tokens: int) -> None:
         copies = machine.send(np.array([source, target, tokens], np.int32))
         arguments = (
-            _p(machine.address(args.arena) + args.layer_offset), _p(copies), _l(args.block_stride),
-            _i(args.block_size), _i(row), _i(args.format.scale_bytes),
+            ptr(machine.address(args.arena) + args.layer_offset), ptr(copies), i64(args.block_stride),
+            i32(args.block_size), i32(row), i32(args.format.scale_bytes),
         )  # fmt: skip
         machine.launch([Call(kernels.COPY_TOKENS, (1, halves, 1), _THREADS, 0, arguments)])
 
@@ -280,21 +280,9 @@ def _refuse_cache(q: AnyArray, kv: KVLayer) -> str | None:
     return refuse_heads(kv.head_dim, kv.block_size)
 
 
-def _at(machine: Machine, array: AnyArray) -> ctypes.c_void_p:
-    return ctypes.c_void_p(machine.address(array))
+def _at(machine: Machine, array: AnyArray) -> ptr:
+    return ptr(machine.address(array))
 
 
-def _count(machine: Machine, batch: Batch, which: int) -> ctypes.c_void_p:
-    return ctypes.c_void_p(machine.address(batch.counts) + 4 * which)
-
-
-def _p(address: int) -> ctypes.c_void_p:
-    return ctypes.c_void_p(address)
-
-
-def _i(value: int) -> ctypes.c_int32:
-    return ctypes.c_int32(value)
-
-
-def _l(value: int) -> ctypes.c_int64:
-    return ctypes.c_int64(value)
+def _count(machine: Machine, batch: Batch, which: int) -> ptr:
+    return ptr(machine.address(batch.counts) + 4 * which)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +13,7 @@ from ..formats import parse_weight_format
 from ..ops import ATTEND_SPLIT
 from . import linear as linears
 from . import rows
+from .arguments import Argument, f32, i32, i64, ptr
 from .attend import (
     MERGE_ROWS,
     MERGE_THREADS,
@@ -24,15 +24,13 @@ from .attend import (
     table_of_counts,
 )
 from .linear import Addresses, Linear
-from .source import Argument, Kernel
+from .source import Kernel
 from .tiles import choose_attend
 from .types import block_bits, refuse_heads
 
 ACTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 CODES = {torch.float8_e4m3fn: "fp8_e4m3", torch.int8: "int8"}
 _THREADS = 128
-
-_i32, _i64, _f32 = ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 
 class Launches(Protocol):
@@ -75,7 +73,7 @@ class CudaOps:
         scales = x.new_empty(x.shape[:-1], dtype=torch.float32)
         kernel, threads = rows.rms_norm_quantize(ACTS[x.dtype], CODES[dtype], width, residual=False)
         arguments = (
-            _p(codes), _p(scales), _p(x), _p(None), _p(weight), _p(counts), _i32(width), _f32(eps)
+            _p(codes), _p(scales), _p(x), _p(None), _p(weight), _p(counts), i32(width), f32(eps)
         )  # fmt: skip
         self.launcher.launch(kernel, (count, 1, 1), threads, threads // 16 * 4, arguments)
         return codes, scales
@@ -85,7 +83,7 @@ class CudaOps:
         width = both // 2
         out = x.new_empty((*x.shape[:-1], width))
         across = -(-width // (_THREADS * (16 // x.element_size())))
-        arguments = _p(out), _p(x), _p(counts), _i32(width)
+        arguments = _p(out), _p(x), _p(counts), i32(width)
         self.launcher.launch(rows.act_mul(ACTS[x.dtype], activation), (count, across, 1), _THREADS, 0, arguments)
         return out
 
@@ -127,8 +125,8 @@ class CudaOps:
         nothing = _p(None)
         arguments = (
             nothing, _p(k), _p(v), _p(arena), _p(tables), _p(slots), _p(positions), _p(counts),
-            *(nothing,) * 7, _i64(arena.stride(0)), _i64(layer_offset), _i32(tables.shape[1]), _i32(0), _i32(heads),
-            _i32(0), _i32(heads * dim), _i32(0), _i32(0), _f32(0.0), _f32(1.0), _i32(block_bits(block_size)),
+            *(nothing,) * 7, i64(arena.stride(0)), i64(layer_offset), i32(tables.shape[1]), i32(0), i32(heads),
+            i32(0), i32(heads * dim), i32(0), i32(0), f32(0.0), f32(1.0), i32(block_bits(block_size)),
         )  # fmt: skip
         self.launcher.launch(kernel, (count, -(-heads // rows.HEADS_PER_BLOCK), 1), _THREADS, 0, arguments)
 
@@ -172,15 +170,15 @@ class CudaOps:
         )
         arguments = (
             _p(out), _p(part_values), _p(part_scales), _p(q), _p(arena), _p(tables), _p(work), _p(counts), _p(sinks),
-            _i64(arena.stride(0)), _i64(layer_offset), _i32(tables.shape[1]), _i32(heads * dim), _i32(heads * dim),
-            _i32(group), _i32(window), _f32(scale), _f32(soft_cap), _p(value_scales), _i32(shape.act_code),
-            _i32(block_bits(block_size)),
+            i64(arena.stride(0)), i64(layer_offset), i32(tables.shape[1]), i32(heads * dim), i32(heads * dim),
+            i32(group), i32(window), f32(scale), f32(soft_cap), _p(value_scales), i32(shape.act_code),
+            i32(block_bits(block_size)),
         )  # fmt: skip
         self.launcher.launch(shape.kernel, (len(plan.work), kv_heads, 1), shape.threads, shape.shared_bytes, arguments)
         if plan.parts:
             merging = (
-                _p(out), _p(part_values), _p(part_scales), _p(merge), _p(counts[1:]), _p(sinks), _i32(heads * dim),
-                _i32(group), _p(value_scales),
+                _p(out), _p(part_values), _p(part_scales), _p(merge), _p(counts[1:]), _p(sinks), i32(heads * dim),
+                i32(group), _p(value_scales),
             )  # fmt: skip
             grid = (len(plan.merge), kv_heads, MERGE_ROWS)
             self.launcher.launch(shape.merge_kernel, grid, MERGE_THREADS, shape.merge_shared_bytes, merging)
@@ -192,7 +190,7 @@ class CudaOps:
         (count, width), counts = _rows(x), _counts(x)
         kernel, threads = rows.rms_norm(ACTS[x.dtype], width, residual=residual is not None)
         arguments = (
-            _p(out), _p(x), _p(residual), _p(weight), _p(None), _p(counts), _i32(width), _f32(eps)
+            _p(out), _p(x), _p(residual), _p(weight), _p(None), _p(counts), i32(width), f32(eps)
         )  # fmt: skip
         self.launcher.launch(kernel, (count, 1, 1), threads, threads // 32 * 4, arguments)
 
@@ -212,5 +210,5 @@ def _counts(x: torch.Tensor) -> torch.Tensor:
     return torch.full((1,), _rows(x)[0], dtype=torch.int32, device=x.device)
 
 
-def _p(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())
+def _p(tensor: torch.Tensor | None) -> ptr:
+    return ptr(0 if tensor is None else tensor.data_ptr())

@@ -11,6 +11,7 @@ from llmctl.kernels.cuda.jit import ARCHITECTURES, Jit
 from llmctl.kernels.cuda.listed import Listed
 from llmctl.kernels.cuda.source import Kernel
 from llmctl.kernels.errors import UsageError
+from tests.engine.tiny import write_checkpoint
 
 GOOD = [Kernel("kv_blocks.cuh", name) for name in ("copy_tokens", "move_blocks")]
 BAD = Kernel("kv_blocks.cuh", "no_such_kernel")
@@ -70,3 +71,39 @@ def test_an_unknown_architecture_is_refused_and_all_are_all(make_console, regist
     assert "--arch is `sm_70`" in console.stderr.getvalue()
     registered.clear()
     assert build(make_console(), "--arch", "all")[1]["archs"] == list(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+def test_a_model_that_no_gpu_would_run_is_refused_before_anything_is_compiled(make_console, tmp_path, family):
+    folder = write_checkpoint(tmp_path / "model", family)
+    console = make_console()
+    assert app.run(["kernels", "build", str(folder)], console) == ExitCode.UNSUPPORTED
+    assert "known are 32, 64" in console.stderr.getvalue() and not (tmp_path / "cubins").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["model", "--all"], "--all and the model `model` are both given"),
+        (["--all", "-j", "1025"], "--jobs is 1025"),
+        (["model", "--dtype", "int4"], "--dtype is `int4`"),
+        (["model", "--kv-cache-dtype", "fp4"], "--kv-cache-dtype is `fp4`"),
+    ],
+)
+def test_words_that_cannot_work_are_refused(make_console, words, error):
+    console = make_console()
+    assert app.run(["kernels", "build", *words], console) == ExitCode.USAGE
+    assert error in console.stderr.getvalue()
+
+
+def test_a_models_kernels_are_those_that_its_headers_ask_for(make_console, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        table, "model_kernels", lambda arch, needs: asked.append((arch, needs)) or [Listed(GOOD[0], 128)]
+    )
+    folder = write_checkpoint(tmp_path / "model", "qwen3")
+    code = app.run(["kernels", "build", str(folder), "--dtype", "float16", "--kv-cache-dtype", "fp8"], make_console())
+    ((arch, needs),) = asked
+    assert (code, arch) == (ExitCode.OK, "sm_90a")
+    assert (needs.act, needs.kv, needs.head_dim, needs.hidden_size) == ("f16", "fp8_e4m3", 32, 64)
+    assert Jit(tmp_path / "cubins", "sm_90a").has(GOOD[0])

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from llmctl.kernels.cuda import rows
+from llmctl.kernels.cuda.arguments import Argument
 from llmctl.kernels.cuda.emulate import Emulation, build, compiler
-from llmctl.kernels.cuda.source import FOLDER, Argument, Kernel
+from llmctl.kernels.cuda.source import FOLDER, Kernel
 from llmctl.kernels.cuda.types import block_bits
 from llmctl.kernels.device import read_machine
 from llmctl.kernels.formats import KVFormat

@@ -12,8 +12,9 @@ import torch
 from torch.library import opcheck
 
 from llmctl.kernels.cuda import pack, torch_cpu, torch_ops
+from llmctl.kernels.cuda.arguments import Argument
 from llmctl.kernels.cuda.emulate import build
-from llmctl.kernels.cuda.source import Argument, Kernel
+from llmctl.kernels.cuda.source import Kernel
 from llmctl.kernels.cuda.torch_cuda import CudaOps
 from llmctl.kernels.errors import UsageError
 from llmctl.kernels.formats import BF16, F16, F32, KVFormat, WeightFormat
