@@ -37,10 +37,9 @@ class LocalClient:
 
     def __init__(self, engine: Core, info: EngineInfo) -> None:
         self.info = info
-        self._engine = engine
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._open, self._tickets = OpenRequests(info.epoch), Tickets()
-        self._thread = threading.Thread(target=self._run, name="llmctl-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(engine,), name="llmctl-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread in the middle of a step would take the exiting process down
 
@@ -83,17 +82,18 @@ class LocalClient:
             self._commands.put(Shutdown())
             self._thread.join()
 
-    def _run(self) -> None:
+    def _run(self, engine: Core) -> None:
+        """Serve until told to end. The engine lives in this call alone, so that its memory goes with it."""
         reason = EngineDead("the engine was closed")
         try:
-            run_loop(self._engine, self.info.epoch, self._inbox, self._emit)
+            run_loop(engine, self.info.epoch, self._inbox, self._emit)
         except Exception as error:  # a bug in the core surfaces here: every open request must learn of it
             log.exception("the engine stopped")
             reason = EngineDead(f"the engine stopped: {type(error).__name__}: {error}")
         finally:
             self._open.die(reason)
             self._tickets.close()
-            self._engine.close()
+            engine.close()
 
     def _inbox(self, wait: bool) -> Iterable[Command]:
         commands = [self._commands.get()] if wait else []

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import logging
 import queue
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,11 @@ from .schedule.states import SequenceState
 
 log = logging.getLogger(__name__)
 
+_KILLED_BY: dict[int, str] = {
+    signal.SIGBUS: "a file that it had mapped, such as the packed weights, was cut short or could not be read from disk",
+    signal.SIGKILL: "the system kills what takes more memory than there is: `dmesg` tells; a smaller "
+    "--kv-cache-memory-bytes leaves more",
+}
 CLOSE_S = 10.0  # how long an engine process may take to end when it is told to, before it is killed
 
 
@@ -147,7 +153,7 @@ class ProcessClient:
                 if cancelled.is_set():
                     raise EngineDead("the engine was stopped while it was loading")
                 if (code := self._process.poll()) is not None and not self._socket.poll(0):
-                    raise EngineDead(f"the engine process ended with exit code {code} while it was loading")
+                    raise _ended(code, " while it was loading")
             match self._decoder.decode(self._socket.recv()):
                 case Ready(info):
                     return info
@@ -181,7 +187,7 @@ class ProcessClient:
                 continue
             if (code := self._process.poll()) is not None and not self._socket.poll(0):
                 if not closing:
-                    reason = EngineDead(f"the engine process ended with exit code {code}")
+                    reason = _ended(code)
                 break
         self._open.die(reason)
         self._tickets.close()
@@ -203,6 +209,11 @@ class ProcessClient:
                 self._process.wait()
                 return True
         return False
+
+
+def _ended(code: int, when: str = "") -> EngineDead:
+    """The error for a process that ended unasked, with what its signal usually means."""
+    return EngineDead(f"the engine process ended with exit code {code}{when}", _KILLED_BY.get(-code, ""))
 
 
 def _rebuild(failed: Failed) -> LlmctlError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import signal
@@ -10,14 +11,17 @@ import sys
 import tempfile
 import textwrap
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from llmctl.engine.assemble import assemble, find_model
 from llmctl.engine.config import EngineConfig
 from llmctl.engine.llm import LLM
+from llmctl.engine.local_client import LocalClient
 from llmctl.engine.process import PREFIX, EngineProcess, sweep
 from llmctl.engine.process_client import ProcessClient
 from llmctl.engine.request import FinishReason, Output, SamplingParams
@@ -92,16 +96,27 @@ def test_a_closed_engine_refuses_requests_and_ends_open_ones(folder: str) -> Non
         llm.frontend.stream([5], LONG)
 
 
-def test_a_killed_engine_process_fails_open_requests_and_says_so(folder: str) -> None:
+@pytest.mark.parametrize(("number", "meaning"), [(signal.SIGKILL, "more memory"), (signal.SIGBUS, "was cut short")])
+def test_a_killed_engine_process_fails_open_requests_and_says_so(folder: str, number: int, meaning: str) -> None:
     with LLM(folder, process=True, **OPTIONS) as llm:
         assert isinstance(llm.frontend.client, ProcessClient)
         stream = llm.frontend.stream([5] * 50, LONG)
         next(stream)
-        os.kill(llm.frontend.client.pid, signal.SIGKILL)
+        os.kill(llm.frontend.client.pid, number)
         last = list(stream)[-1]
-        assert last.finish is FinishReason.ERROR and "exit code -9" in last.error
-        with pytest.raises(EngineDead, match="exit code -9"):
+        assert last.finish is FinishReason.ERROR and f"exit code -{number:d}" in last.error
+        with pytest.raises(EngineDead, match=f"exit code -{number:d}") as dead:
             llm.generate([[5]])
+        assert meaning in dead.value.hint
+
+
+def test_closing_gives_the_engine_s_memory_back_while_its_name_is_still_there(folder: str) -> None:
+    engine, info = assemble(EngineConfig(model=folder, **OPTIONS), find_model(EngineConfig(model=folder)), epoch=1)
+    client, there = LocalClient(engine, info), weakref.ref(engine)
+    del engine
+    client.close()
+    gc.collect()
+    assert there() is None
 
 
 def test_an_engine_process_that_cannot_load_raises_the_same_error_as_a_thread(tmp_path: object) -> None:
