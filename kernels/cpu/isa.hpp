@@ -55,7 +55,7 @@ struct Avx2 {
   // the rows of a linear tile.
   using Columns = Avx2;
   static constexpr int kWidth = kLanes;
-  static constexpr int kIntRows = 4, kFloatRows = 6;
+  static constexpr int kIntRows = 4, kIntPanels = 1, kFloatRows = 6;
 
   // ---- float32
   LLMCTL_INLINE F zero() { return _mm256_setzero_ps(); }
@@ -258,7 +258,7 @@ struct Generic {
 
   using Columns = Generic;
   static constexpr int kWidth = kLanes;
-  static constexpr int kIntRows = 4, kFloatRows = 6;
+  static constexpr int kIntRows = 4, kIntPanels = 1, kFloatRows = 6;
 
   LLMCTL_INLINE F zero() { return F{}; }
   LLMCTL_INLINE F set1(float v) { return F{v, v, v, v, v, v, v, v}; }

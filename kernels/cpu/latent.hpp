@@ -215,7 +215,8 @@ template <class Isa, WeightKind kKind, int kMost>
 LLMCTL_INLINE void project_height(int rows, const uint8_t* panel, const float* x, long stride, int rank, float* sums) {
   if constexpr (kMost > 0) {
     if (rows == kMost) {
-      tile_float<typename Isa::Columns, kKind, kMost>(panel, x, stride, rank, sums);
+      const Ahead ahead{panel + Ahead::kBytes, kFloatRowBytes<kKind>};
+      tile_float<typename Isa::Columns, kKind, kMost>(panel, ahead, x, stride, rank, sums);
     } else {
       project_height<Isa, kKind, kMost - 1>(rows, panel, x, stride, rank, sums);
     }

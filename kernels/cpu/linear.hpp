@@ -1,10 +1,10 @@
 // out[i] = act[i] @ weight.T over a range of panels and rows: the frame around the tiles of linear_float.hpp and
 // linear_int.hpp.
 //
-// A tile computes kRows rows x 16 outputs into `sums` [kRows][16]; every output element has one accumulation chain
-// along k, the same for every kRows, so the height of a tile, and with it the number of rows in the batch, cannot show
-// in the bits. What happens to the sums (bias, add, store) is separate code: kept out of the tile, it costs no
-// registers there.
+// A tile computes kRows rows x 16 outputs of each of kPanels panels into `sums` [kPanels][kRows][16]; every output
+// element has one accumulation chain along k, the same for every kRows and kPanels, so the size of a tile, and with it
+// the number of rows in the batch, cannot show in the bits. What happens to the sums (bias, add, store) is separate
+// code: kept out of the tile, it costs no registers there.
 #pragma once
 
 #include "isa.hpp"
@@ -12,9 +12,14 @@
 
 namespace llmctl::cpu {
 
-// How far ahead of a tile its weights are asked for, next panel included: the hardware stops at the end of a page, and
-// a thread's panels are one stream.
-constexpr int kPrefetchBytes = 3072;
+// Weights that a tile asks memory for while it works: from `at` on, `pace` bytes in each of its steps along k, and as
+// much of the panel behind.
+struct Ahead {
+  static constexpr long kBytes = 3072;  // how far ahead it is that a tile asks for what it reads itself
+
+  const uint8_t* at;
+  long pace;
+};
 
 // Adds bias and output where they are asked for, and stores.
 template <class Isa>
@@ -46,14 +51,33 @@ struct TileRows {
   int count, row;
   long act_row;
   int32_t* room;
+  Ahead ahead;
 };
 
-template <class Isa, class Tile, int kRows>
+// What the `tile`th of `tiles` asks for that pass by some panels, of which `next` are left. The next panels are wanted
+// by the time that these end, so every tile asks for a part of them; but the first panels of all are asked for just
+// ahead of their first tile, and so is one panel of one tile, since a thread's panels are one stream. The hardware
+// would stop at the end of each page.
+template <class Tile, int kPanels>
+LLMCTL_INLINE Ahead ahead_of(const LinearArgs& a, int panel, bool is_first, int next, int tile, int tiles) {
+  const long steps = a.act.k / Tile::kStep, bytes = a.weight.panel_bytes;
+  const uint8_t* w = a.weight.panel(panel);
+  if (tiles == 1 || (is_first && tile == 0)) return {w + Ahead::kBytes, (bytes + steps - 1) / steps};
+  if (next == 0) return {w, 0};
+  const int share = tiles - is_first;
+  const long pace = (bytes + share * steps - 1) / (share * steps);
+  return {w + kPanels * bytes + (tile - is_first) * pace * steps, pace};
+}
+
+template <class Isa, class Tile, int kRows, int kPanels>
 LLMCTL_INLINE void run_tile(const LinearArgs& a, const TileRows& rows, int panel) {
-  alignas(64) float sums[kRows * kPanel];
-  for (int i = 0; i < kRows; ++i) __builtin_prefetch(a.out.row(rows.row + i) + static_cast<long>(panel) * kPanel, 1);
-  Tile::template run<kRows>(a, panel, rows.act_row, rows.room, sums);
-  finish_tile<Isa>(a, sums, kRows, rows.row, panel);
+  alignas(64) float sums[kPanels * kRows * kPanel];
+  for (int i = 0; i < kRows; ++i) {
+    const float* out = a.out.row(rows.row + i) + static_cast<long>(panel) * kPanel;
+    for (int p = 0; p < kPanels; ++p) __builtin_prefetch(out + p * kPanel, 1);
+  }
+  Tile::template run<kRows, kPanels>(a, panel, rows, sums);
+  for (int p = 0; p < kPanels; ++p) finish_tile<Isa>(a, sums + p * kRows * kPanel, kRows, rows.row, panel + p);
 }
 
 // Calls visit<kRows>() for the height of the tile, one of 1..kMost.
@@ -69,7 +93,8 @@ LLMCTL_INLINE void with_height(int count, const Visit& visit) {
 }
 
 // Runs the tiles of the rows, the fewest and those of about one height, for each panel: a panel stays in L1 while the
-// rows pass by, of which Tile::kTogether tiles are prepared at a time.
+// rows pass by, of which Tile::kTogether tiles are prepared at a time. Rows that are one tile wait for memory, which
+// likes one panel after the other; more wait for the loads of their values, which two panels share.
 template <class Isa, class Tile>
 LLMCTL_NOINLINE void linear(const LinearArgs& a, int panel_begin, int panel_end, int row_begin, int row_end,
                             int act_row) {
@@ -82,7 +107,7 @@ LLMCTL_NOINLINE void linear(const LinearArgs& a, int panel_begin, int panel_end,
       __builtin_alloca(room_for_row * least(rows, Tile::kTogether * Tile::kMaxRows) * sizeof(int32_t)));
   const auto tile_at = [&](int first_row, int tile, int row) {
     return TileRows{height + (tile < taller ? 1 : 0), row, static_cast<long>(act_row) + row,
-                    room + room_for_row * (row - first_row)};
+                    room + room_for_row * (row - first_row), {}};
   };
   int row = row_begin;
   for (int first = 0; first < tiles; first += Tile::kTogether) {
@@ -94,14 +119,26 @@ LLMCTL_NOINLINE void linear(const LinearArgs& a, int panel_begin, int panel_end,
       });
       row += at.count;
     }
-    for (int p = panel_begin; p < panel_end; ++p) {
+    const auto run_panels = [&]<int kPanels>(int panel) {
       row = first_row;
       for (int tile = first; tile < last; ++tile) {
-        const TileRows at = tile_at(first_row, tile, row);
-        with_height<Tile::kMaxRows>(at.count, [&]<int kRows>() { run_tile<Isa, Tile, kRows>(a, at, p); });
+        TileRows at = tile_at(first_row, tile, row);
+        at.ahead = ahead_of<Tile, kPanels>(a, panel, panel == panel_begin, panel_end - panel - kPanels, tile - first,
+                                           last - first);
+        with_height<Tile::kMaxRows>(at.count, [&]<int kRows>() {
+          // Of several tiles none is lower than half.
+          if constexpr (kPanels == 1 || 2 * kRows >= Tile::kMaxRows) run_tile<Isa, Tile, kRows, kPanels>(a, at, panel);
+        });
         row += at.count;
       }
+    };
+    int panel = panel_begin;
+    if (tiles > 1) {
+      for (; panel + Tile::kPanels <= panel_end; panel += Tile::kPanels) {
+        run_panels.template operator()<Tile::kPanels>(panel);
+      }
     }
+    for (; panel < panel_end; ++panel) run_panels.template operator()<1>(panel);
   }
 }
 

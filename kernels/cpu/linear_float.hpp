@@ -8,6 +8,9 @@
 
 namespace llmctl::cpu {
 
+template <WeightKind kKind>
+constexpr long kFloatRowBytes = kPanel * (kKind == WeightKind::f32 ? 4 : 2);
+
 // The 16 columns of one input, as vectors of C = Isa::Columns.
 template <class C, WeightKind kKind>
 LLMCTL_INLINE void load_columns(const uint8_t* w, typename C::F (&v)[kPanel / C::kWidth]) {
@@ -26,11 +29,10 @@ LLMCTL_INLINE void load_columns(const uint8_t* w, typename C::F (&v)[kPanel / C:
 }
 
 template <class C, WeightKind kKind, int kRows>
-LLMCTL_NOINLINE void tile_float(const uint8_t* __restrict w, const float* __restrict x, long x_stride, int k,
-                                float* __restrict sums) {
+LLMCTL_NOINLINE void tile_float(const uint8_t* __restrict w, Ahead ahead, const float* __restrict x, long x_stride,
+                                int k, float* __restrict sums) {
   using F = typename C::F;
   constexpr int kVectors = kPanel / C::kWidth;
-  constexpr long kRowBytes = kPanel * (kKind == WeightKind::f32 ? 4 : 2);
   F acc[kRows][kVectors];
   LLMCTL_UNROLL
   for (int i = 0; i < kRows; ++i) {
@@ -41,8 +43,9 @@ LLMCTL_NOINLINE void tile_float(const uint8_t* __restrict w, const float* __rest
   for (int j = 0; j < k; ++j) {
     F columns[kVectors];
     load_columns<C, kKind>(w, columns);
-    C::prefetch(w + kPrefetchBytes);
-    w += kRowBytes;
+    C::prefetch(ahead.at);
+    ahead.at += ahead.pace;
+    w += kFloatRowBytes<kKind>;
     LLMCTL_UNROLL
     for (int i = 0; i < kRows; ++i) {
       const F xi = C::broadcast(x + i * x_stride + j);
@@ -60,9 +63,11 @@ LLMCTL_NOINLINE void tile_float(const uint8_t* __restrict w, const float* __rest
 template <class Isa, WeightKind kKind>
 struct FloatTile : NothingPrepared {
   static constexpr int kMaxRows = Isa::Columns::kFloatRows;
-  template <int kRows>
-  LLMCTL_INLINE void run(const LinearArgs& a, int panel, long row, const int32_t*, float* sums) {
-    tile_float<typename Isa::Columns, kKind, kRows>(a.weight.panel(panel), a.act.row(row), a.act.k, a.act.k, sums);
+  static constexpr int kPanels = 1, kStep = 1;
+  template <int kRows, int>
+  LLMCTL_INLINE void run(const LinearArgs& a, int panel, const TileRows& rows, float* sums) {
+    tile_float<typename Isa::Columns, kKind, kRows>(a.weight.panel(panel), rows.ahead, a.act.row(rows.act_row), a.act.k,
+                                                    a.act.k, sums);
   }
 };
 

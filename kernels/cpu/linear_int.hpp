@@ -10,12 +10,28 @@
 
 namespace llmctl::cpu {
 
+// Of a vector among those of some panels side by side: its place, where each has `bytes` of a panel's row and the next
+// panel is `next` away.
 template <class C>
-LLMCTL_INLINE void load_halves(const uint8_t* p, typename C::F (&v)[kPanel / C::kWidth]) {
+LLMCTL_INLINE const uint8_t* at_vector(const uint8_t* w, long next, int v, int bytes) {
+  constexpr int kAcross = kPanel / C::kWidth;
+  return w + v / kAcross * next + v % kAcross * bytes;
+}
+
+template <class C, int kVectors>
+LLMCTL_INLINE void load_halves(const uint8_t* w, long next, typename C::F (&v)[kVectors]) {
   LLMCTL_UNROLL
-  for (int j = 0; j < kPanel / C::kWidth; ++j) {
-    v[j] = C::load_f16(reinterpret_cast<const uint16_t*>(p) + C::kWidth * j);
+  for (int j = 0; j < kVectors; ++j) {
+    v[j] = C::load_f16(reinterpret_cast<const uint16_t*>(at_vector<C>(w, next, j, 2 * C::kWidth)));
   }
+}
+
+// As much of each panel as a step of a tile asks for.
+template <class C, int kPanels>
+LLMCTL_INLINE void ask_for(Ahead& ahead, long next) {
+  LLMCTL_UNROLL
+  for (int p = 0; p < kPanels; ++p) C::prefetch(ahead.at + p * next);
+  ahead.at += ahead.pace;
 }
 
 // What a tile needs of its rows besides their codes, group after group: scales, sums, multiplied already, and the high
@@ -65,17 +81,25 @@ struct RowFacts<1> {
   }
 };
 
+// Where a tile's vector of sums [panels][kRows][16] lies.
+template <class C, int kRows>
+LLMCTL_INLINE float* at_sum(float* sums, int row, int v) {
+  constexpr int kAcross = kPanel / C::kWidth;
+  return sums + (v / kAcross * kRows + row) * kPanel + v % kAcross * C::kWidth;
+}
+
 // sums[row][v] += the products of 32 consecutive k.
-template <class C, int kRows, class Sum>
-LLMCTL_INLINE void add_block_int4(const uint8_t* __restrict w, const int8_t* __restrict x, long x_stride,
-                                  Sum (&sums)[kRows][kPanel / C::kWidth]) {
-  constexpr int kVectors = kPanel / C::kWidth;
+template <class C, int kRows, int kVectors, class Sum>
+LLMCTL_INLINE void add_block_int4(const uint8_t* __restrict w, long next, Ahead& ahead, const int8_t* __restrict x,
+                                  long x_stride, Sum (&sums)[kRows][kVectors]) {
 #pragma GCC unroll 4
   for (int step = 0; step < 4; ++step) {
     typename C::Codes4 low[kVectors], high[kVectors];
     LLMCTL_UNROLL
-    for (int v = 0; v < kVectors; ++v) C::load_codes4(w + 64 * step + 4 * C::kWidth * v, low[v], high[v]);
-    C::prefetch(w + 64 * step + kPrefetchBytes);
+    for (int v = 0; v < kVectors; ++v) {
+      C::load_codes4(at_vector<C>(w + 64 * step, next, v, 4 * C::kWidth), low[v], high[v]);
+    }
+    ask_for<C, kVectors * C::kWidth / kPanel>(ahead, next);
     LLMCTL_UNROLL
     for (int i = 0; i < kRows; ++i) {
       const auto xi = C::broadcast_x4(x + i * x_stride + 8 * step);
@@ -92,19 +116,18 @@ LLMCTL_INLINE void add_block_int4(const uint8_t* __restrict w, const int8_t* __r
 }
 
 // total[row][v] += 16 times the products of the four wide codes' high parts; `codes` are the group's.
-template <class C, int kRows>
-LLMCTL_INLINE void add_wide_quad(const uint8_t* __restrict codes, int quad, const int32_t* __restrict high,
-                                 typename C::I (&total)[kRows][kPanel / C::kWidth]) {
-  constexpr int kVectors = kPanel / C::kWidth;
+template <class C, int kRows, int kVectors>
+LLMCTL_INLINE void add_wide_quad(const uint8_t* __restrict codes, long next, int quad, const int32_t* __restrict high,
+                                 typename C::I (&total)[kRows][kVectors]) {
   const uint8_t* from = codes + 32 * (quad & ~1);
   typename C::Codes4 w[kVectors];
   LLMCTL_UNROLL
   for (int v = 0; v < kVectors; ++v) {
     if constexpr (C::kLongSums) {
-      w[v] = C::load_codes4_times16(from + 4 * C::kWidth * v, quad & 1);
+      w[v] = C::load_codes4_times16(at_vector<C>(from, next, v, 4 * C::kWidth), quad & 1);
     } else {
       typename C::Codes4 low, upper;
-      C::load_codes4(from + 4 * C::kWidth * v, low, upper);
+      C::load_codes4(at_vector<C>(from, next, v, 4 * C::kWidth), low, upper);
       w[v] = (quad & 1) != 0 ? upper : low;
     }
   }
@@ -128,13 +151,13 @@ LLMCTL_INLINE void add_wide_quad(const uint8_t* __restrict codes, int quad, cons
 //   int4_int  (q - z) s: z sum(x) is taken off the integer sum
 //   int4_min  q s + m:   m sum(x) is added to the scaled sum
 // kOneBlock: the group is 32; otherwise it is `blocks` times 32.
-template <class C, WeightKind kKind, bool kOneBlock, int kRows>
-LLMCTL_NOINLINE void tile_int4(const uint8_t* __restrict w, const int8_t* __restrict x, long x_stride,
-                               RowFacts<kRows> facts, const uint8_t* __restrict wide, long groups, int blocks,
-                               float* __restrict sums) {
+template <class C, WeightKind kKind, bool kOneBlock, int kRows, int kPanels>
+LLMCTL_NOINLINE void tile_int4(const uint8_t* __restrict w, long next, Ahead ahead, const int8_t* __restrict x,
+                               long x_stride, RowFacts<kRows> facts, const uint8_t* __restrict wide, long groups,
+                               int blocks, float* __restrict sums) {
   using F = typename C::F;
   using I = typename C::I;
-  constexpr int kVectors = kPanel / C::kWidth;
+  constexpr int kVectors = kPanels * kPanel / C::kWidth;
   F acc[kRows][kVectors];
   LLMCTL_UNROLL
   for (int i = 0; i < kRows; ++i) {
@@ -155,12 +178,12 @@ LLMCTL_NOINLINE void tile_int4(const uint8_t* __restrict w, const int8_t* __rest
       LLMCTL_UNROLL
       for (int v = 0; v < kVectors; ++v) total[i][v] = start;
     }
-    if (wide != nullptr && wide[g] != kNoQuad) add_wide_quad<C, kRows>(w, wide[g], facts.high(), total);
+    if (wide != nullptr && wide[g] != kNoQuad) add_wide_quad<C, kRows, kVectors>(w, next, wide[g], facts.high(), total);
     const int count = kOneBlock ? 1 : blocks;
 #pragma GCC unroll 1
     for (int b = 0; b < count; ++b) {
       if constexpr (C::kLongSums) {
-        add_block_int4<C, kRows>(w, x, x_stride, total);
+        add_block_int4<C, kRows, kVectors>(w, next, ahead, x, x_stride, total);
       } else {
         typename C::Sum4 part[kRows][kVectors];
         LLMCTL_UNROLL
@@ -168,7 +191,7 @@ LLMCTL_NOINLINE void tile_int4(const uint8_t* __restrict w, const int8_t* __rest
           LLMCTL_UNROLL
           for (int v = 0; v < kVectors; ++v) part[i][v] = C::zero_sum4();
         }
-        add_block_int4<C, kRows>(w, x, x_stride, part);
+        add_block_int4<C, kRows, kVectors>(w, next, ahead, x, x_stride, part);
         LLMCTL_UNROLL
         for (int i = 0; i < kRows; ++i) {
           LLMCTL_UNROLL
@@ -179,8 +202,8 @@ LLMCTL_NOINLINE void tile_int4(const uint8_t* __restrict w, const int8_t* __rest
       x += 32;
     }
     F scale[kVectors], zero[kVectors];
-    load_halves<C>(scales, scale);
-    if constexpr (kKind != WeightKind::int4) load_halves<C>(scales + 2 * kPanel, zero);
+    load_halves<C, kVectors>(scales, next, scale);
+    if constexpr (kKind != WeightKind::int4) load_halves<C, kVectors>(scales + 2 * kPanel, next, zero);
     LLMCTL_UNROLL
     for (int i = 0; i < kRows; ++i) {
       const F xs = C::broadcast(facts.scale(i));
@@ -204,15 +227,15 @@ LLMCTL_NOINLINE void tile_int4(const uint8_t* __restrict w, const int8_t* __rest
   LLMCTL_UNROLL
   for (int i = 0; i < kRows; ++i) {
     LLMCTL_UNROLL
-    for (int v = 0; v < kVectors; ++v) C::store(sums + i * kPanel + C::kWidth * v, acc[i][v]);
+    for (int v = 0; v < kVectors; ++v) C::store(at_sum<C, kRows>(sums, i, v), acc[i][v]);
   }
 }
 
 template <class Isa, WeightKind kKind>
 struct Int4Tile {
   using C = typename Isa::Columns;
-  static constexpr int kMaxRows = C::kIntRows;
-  static constexpr int kTogether = 16 / kMaxRows;
+  static constexpr int kMaxRows = C::kIntRows, kPanels = C::kIntPanels, kStep = 8;
+  static constexpr int kTogether = (16 + kMaxRows - 1) / kMaxRows;
   static constexpr int kTimes = kKind == WeightKind::int4 ? -8 : 1;
 
   static long groups(const LinearArgs& a) { return a.act.k / a.form.group; }
@@ -223,27 +246,31 @@ struct Int4Tile {
     RowFacts<kRows>::gather(a.form, row, groups(a), kTimes, room);
   }
 
-  template <int kRows>
-  LLMCTL_INLINE void run(const LinearArgs& a, int panel, long row, const int32_t* room, float* sums) {
-    const auto facts = RowFacts<kRows>::gathered(a.form, row, groups(a), room);
+  template <int kRows, int kPanels>
+  LLMCTL_INLINE void run(const LinearArgs& a, int panel, const TileRows& rows, float* sums) {
+    const auto facts = RowFacts<kRows>::gathered(a.form, rows.act_row, groups(a), rows.room);
     const int blocks = a.form.group / 32;
     const uint8_t* w = a.weight.panel(panel);
-    const int8_t* x = static_cast<const int8_t*>(a.form.codes) + row * a.act.k;
+    const long next = a.weight.panel_bytes, in_row = groups(a);
+    const int8_t* x = static_cast<const int8_t*>(a.form.codes) + rows.act_row * a.act.k;
     if (blocks == 1) {
-      tile_int4<C, kKind, true, kRows>(w, x, a.act.k, facts, a.form.wide, groups(a), blocks, sums);
+      tile_int4<C, kKind, true, kRows, kPanels>(w, next, rows.ahead, x, a.act.k, facts, a.form.wide, in_row, blocks,
+                                                sums);
     } else {
-      tile_int4<C, kKind, false, kRows>(w, x, a.act.k, facts, a.form.wide, groups(a), blocks, sums);
+      tile_int4<C, kKind, false, kRows, kPanels>(w, next, rows.ahead, x, a.act.k, facts, a.form.wide, in_row, blocks,
+                                                sums);
     }
   }
 };
 
 // int16 activations of 12 bits: products and int32 sums are exact up to a group of 8192, and nothing saturates.
-template <class C, int kRows>
-LLMCTL_NOINLINE void tile_int8(const uint8_t* __restrict w, const int16_t* __restrict x, long x_stride,
-                               const float* __restrict x_scale, long groups, int group, float* __restrict sums) {
+template <class C, int kRows, int kPanels>
+LLMCTL_NOINLINE void tile_int8(const uint8_t* __restrict w, long next, Ahead ahead, const int16_t* __restrict x,
+                               long x_stride, const float* __restrict x_scale, long groups, int group,
+                               float* __restrict sums) {
   using F = typename C::F;
   using I = typename C::I;
-  constexpr int kVectors = kPanel / C::kWidth;
+  constexpr int kVectors = kPanels * kPanel / C::kWidth;
   F acc[kRows][kVectors];
   LLMCTL_UNROLL
   for (int i = 0; i < kRows; ++i) {
@@ -252,7 +279,7 @@ LLMCTL_NOINLINE void tile_int8(const uint8_t* __restrict w, const int16_t* __res
   }
   for (long g = 0; g < groups; ++g) {
     F scale[kVectors];
-    load_halves<C>(w, scale);
+    load_halves<C, kVectors>(w, next, scale);
     w += 2 * kPanel;
     I total[kRows][kVectors];
     LLMCTL_UNROLL
@@ -265,9 +292,9 @@ LLMCTL_NOINLINE void tile_int8(const uint8_t* __restrict w, const int16_t* __res
       typename C::Codes2 codes[kVectors];
       LLMCTL_UNROLL
       for (int v = 0; v < kVectors; ++v) {
-        codes[v] = C::load_codes2(reinterpret_cast<const int8_t*>(w) + 2 * C::kWidth * v);
+        codes[v] = C::load_codes2(reinterpret_cast<const int8_t*>(at_vector<C>(w, next, v, 2 * C::kWidth)));
       }
-      C::prefetch(w + kPrefetchBytes);
+      ask_for<C, kPanels>(ahead, next);
       w += 2 * kPanel;
       LLMCTL_UNROLL
       for (int i = 0; i < kRows; ++i) {
@@ -289,19 +316,20 @@ LLMCTL_NOINLINE void tile_int8(const uint8_t* __restrict w, const int16_t* __res
   LLMCTL_UNROLL
   for (int i = 0; i < kRows; ++i) {
     LLMCTL_UNROLL
-    for (int v = 0; v < kVectors; ++v) C::store(sums + i * kPanel + C::kWidth * v, acc[i][v]);
+    for (int v = 0; v < kVectors; ++v) C::store(at_sum<C, kRows>(sums, i, v), acc[i][v]);
   }
 }
 
 template <class Isa>
 struct Int8Tile : NothingPrepared {
   using C = typename Isa::Columns;
-  static constexpr int kMaxRows = C::kIntRows;
-  template <int kRows>
-  LLMCTL_INLINE void run(const LinearArgs& a, int panel, long row, const int32_t*, float* sums) {
+  static constexpr int kMaxRows = C::kIntRows, kPanels = C::kIntPanels, kStep = 2;
+  template <int kRows, int kPanels>
+  LLMCTL_INLINE void run(const LinearArgs& a, int panel, const TileRows& rows, float* sums) {
     const long groups = a.act.k / a.form.group;
-    tile_int8<C, kRows>(a.weight.panel(panel), static_cast<const int16_t*>(a.form.codes) + row * a.act.k, a.act.k,
-                        a.form.scales + row * groups, groups, a.form.group, sums);
+    tile_int8<C, kRows, kPanels>(a.weight.panel(panel), a.weight.panel_bytes, rows.ahead,
+                                 static_cast<const int16_t*>(a.form.codes) + rows.act_row * a.act.k, a.act.k,
+                                 a.form.scales + rows.act_row * groups, groups, a.form.group, sums);
   }
 };
 

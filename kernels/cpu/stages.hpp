@@ -167,9 +167,9 @@ class LinearStage final : public Stage {
     const int row_chunks = (rows + kRowChunk - 1) / kRowChunk;
     const int most = std::clamp(kChunkBytes / static_cast<int>(args_.weight.panel_bytes), kMinPanels, kMaxPanels);
     const int fair = std::max(1, panels * row_chunks / (kChunksPerThread * share.threads));
-    const int panel_chunks = (panels + std::min(most, fair) - 1) / std::min(most, fair);
-    const int panel_chunk = (panels + panel_chunks - 1) / panel_chunks;
-    const int chunks = row_chunks * panel_chunks;
+    const int about = (panels + std::min(most, fair) - 1) / std::min(most, fair);
+    const int panel_chunk = (panels + 2 * about - 1) / (2 * about) * 2;  // even, as tiles read two at once
+    const int chunks = row_chunks * ((panels + panel_chunk - 1) / panel_chunk);
     for (int chunk; (chunk = share.take()) < chunks;) {
       const int row = chunk % row_chunks * kRowChunk, panel = chunk / row_chunks * panel_chunk;
       kernel_(args_, panel, std::min(panel + panel_chunk, panels), row, std::min(row + kRowChunk, rows), act_row);
