@@ -44,7 +44,7 @@ from .schedule.states import SequenceState
 log = logging.getLogger(__name__)
 
 _KILLED_BY: dict[int, str] = {
-    signal.SIGBUS: "a file that it had mapped, such as the packed weights, was cut short or could not be read from disk",
+    signal.SIGBUS: "a file that it had mapped, such as the packed weights, was cut short or cannot be read from disk",
     signal.SIGKILL: "the system kills what takes more memory than there is: `dmesg` tells; a smaller "
     "--kv-cache-memory-bytes leaves more",
 }
