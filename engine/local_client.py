@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Iterable
 
+from ..kernels.device import give_back_freed_memory
 from ..kernels.errors import EngineDead
 from .engine import Core
 from .loop import run_loop
@@ -81,6 +82,7 @@ class LocalClient:
             atexit.unregister(self.close)
             self._commands.put(Shutdown())
             self._thread.join()
+            give_back_freed_memory()
 
     def _run(self, engine: Core) -> None:
         """Serve until told to end. The engine lives in this call alone, so that its memory goes with it."""

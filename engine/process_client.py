@@ -43,10 +43,13 @@ from .schedule.states import SequenceState
 
 log = logging.getLogger(__name__)
 
+_FAULT = "this is a fault of llmctl itself: what it was asked and `llmctl doctor` would help to find it"
 _KILLED_BY: dict[int, str] = {
     signal.SIGBUS: "a file that it had mapped, such as the packed weights, was cut short or cannot be read from disk",
     signal.SIGKILL: "the system kills what takes more memory than there is: `dmesg` tells; a smaller "
     "--kv-cache-memory-bytes leaves more",
+    signal.SIGTERM: "somebody ended it: to end llmctl, signal the process that was started",
+    **dict.fromkeys((signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE), _FAULT),
 }
 CLOSE_S = 10.0  # how long an engine process may take to end when it is told to, before it is killed
 
@@ -213,7 +216,9 @@ class ProcessClient:
 
 def _ended(code: int, when: str = "") -> EngineDead:
     """The error for a process that ended unasked, with what its signal usually means."""
-    return EngineDead(f"the engine process ended with exit code {code}{when}", _KILLED_BY.get(-code, ""))
+    names = {-number: f" ({signal.Signals(number).name})" for number in _KILLED_BY}
+    message = f"the engine process ended with exit code {code}{names.get(code, '')}{when}"
+    return EngineDead(message, _KILLED_BY.get(-code, ""))
 
 
 def _rebuild(failed: Failed) -> LlmctlError:

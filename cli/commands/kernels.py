@@ -46,10 +46,16 @@ def build(
             help="Which GPUs: sm_75 (float16), sm_80, sm_86, sm_89, sm_90a (H200), sm_100a, sm_120, several, or all."
         ),
     ] = "sm_90a",
-    dtype: Annotated[str, typer.Option(help="Activations: bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[
+        str | None, typer.Option(help="A model's activations: bfloat16 (the default), float16 or float32.")
+    ] = None,
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="The KV cache: auto (as the activations), fp8 (the same as fp8_e4m3), fp8_e5m2 or int8.")
-    ] = "auto",
+        str | None,
+        typer.Option(
+            help="A model's KV cache: auto (the default, as the activations), fp8 (the same as fp8_e4m3), fp8_e5m2 or "
+            "int8."
+        ),
+    ] = None,
     jobs: Annotated[int, typer.Option("--jobs", "-j", help="Processes that compile; 0: one per core.")] = 0,
     json: Json = False,
 ) -> None:
@@ -65,13 +71,14 @@ def build(
 
     console: Console = context.obj
     archs = _architectures(arch)
-    if all and model:
-        raise UsageError(f"--all and the model `{model}` are both given", "leave one of them out")
+    for name, value in (("the model", model), ("--dtype", dtype), ("--kv-cache-dtype", kv_cache_dtype)):
+        if all and value:
+            raise UsageError(f"--all and {name} `{value}` are both given", "leave one of them out")
     if not 0 <= jobs <= 1024:
         raise UsageError(f"--jobs is {jobs}, it must be from 0 to 1024")
     nvrtc.version()  # before anything starts: whether there is a compiler
     folder = environment().cache / "cubins"
-    needs = None if all else _needs(model, dtype, kv_cache_dtype, archs)
+    needs = None if all else _needs(model, dtype or "bfloat16", kv_cache_dtype or "auto", archs)
     wanted = [
         Job(one, item.kernel)
         for one in archs

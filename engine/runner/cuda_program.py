@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...kernels.cuda import rows as kernels
+from ...kernels.cuda.arguments import Argument
 from ...kernels.cuda.attend_op import AttendOp
-from ...kernels.cuda.call import Argument, Call
+from ...kernels.cuda.call import Call
 from ...kernels.cuda.gpu import Gpu
 from ...kernels.cuda.latent_op import LatentOp
 from ...kernels.cuda.library import LibraryLinear

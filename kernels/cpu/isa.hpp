@@ -225,6 +225,7 @@ struct Avx2 {
   LLMCTL_INLINE I dot2(I sum, Codes2 w, X2 x) { return settled(_mm256_add_epi32(sum, _mm256_madd_epi16(w, x))); }
 
   LLMCTL_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+  LLMCTL_INLINE void prefetch_to_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
  private:
   // Keeps the compiler from computing the products of a whole unrolled tile before their sums, and spilling them.
@@ -435,6 +436,7 @@ struct Generic {
   LLMCTL_INLINE I dot2(I sum, const Codes2& w, const X2& x) { return sum + w.k[0] * x.k[0] + w.k[1] * x.k[1]; }
 
   LLMCTL_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+  LLMCTL_INLINE void prefetch_to_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
  private:
   typedef uint16_t Words __attribute__((vector_size(16)));

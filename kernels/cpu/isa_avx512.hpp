@@ -101,6 +101,7 @@ struct Avx512 : Avx2 {
     LLMCTL_INLINE I dot2(I sum, Codes2 w, X2 x) { return _mm512_dpwssd_epi32(sum, w, x); }
 
     LLMCTL_INLINE void prefetch(const void* p) { Avx2::prefetch(p); }
+    LLMCTL_INLINE void prefetch_to_l2(const void* p) { Avx2::prefetch_to_l2(p); }
 
    private:
     template <class T>

@@ -26,11 +26,17 @@ LLMCTL_INLINE void load_halves(const uint8_t* w, long next, typename C::F (&v)[k
   }
 }
 
-// As much of each panel as a step of a tile asks for.
+// As much of each panel as a step of a tile asks for: what only a later tile reads is kept out of L1.
 template <class C, int kPanels>
 LLMCTL_INLINE void ask_for(Ahead& ahead, long next) {
   LLMCTL_UNROLL
-  for (int p = 0; p < kPanels; ++p) C::prefetch(ahead.at + p * next);
+  for (int p = 0; p < kPanels; ++p) {
+    if constexpr (kPanels > 1) {
+      C::prefetch_to_l2(ahead.at + p * next);
+    } else {
+      C::prefetch(ahead.at);
+    }
+  }
   ahead.at += ahead.pace;
 }
 

@@ -12,7 +12,7 @@ namespace llmctl::cuda {
 //   kResidual, in, residual, weight, num_rows, width, eps: as of `rms_norm`
 // A row with a NaN has a scale of NaN, and one with an infinity a scale of infinity.
 template <class Act, class Code, bool kResidual, int kThreads>
-__global__ void __launch_bounds__(kThreads)
+__global__ void LLMCTL_THREADS(kThreads)
     rms_norm_quantize(Code* codes, float* scales, const Act* in, Act* residual, const Act* weight,
                       const int32_t* num_rows, int width, float eps) {
   static_assert(kSame<Code, E4m3> || kSame<Code, Int8>);

@@ -95,7 +95,7 @@ LLMCTL_DEVICE bool is_finite(float v) { return (bits_of(v) & 0x7f800000u) != 0x7
 //                   `interleaved` is 0)
 //   q_scale         queries are multiplied with it
 template <class Act, class Kv, int kHeadDim, bool kSteered>
-__global__ void __launch_bounds__(128)
+__global__ void LLMCTL_THREADS(128)
     rope_store(Act* q, const Act* k, const Act* v, uint8_t* arena, const int32_t* tables, const int32_t* slot,
                const int32_t* position, const int32_t* num_rows, const Act* q_norm, const Act* k_norm, const float* cos,
                const float* sin, const float* kv_scales, const int32_t* order, const float* follow,

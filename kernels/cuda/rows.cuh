@@ -146,7 +146,7 @@ struct NormRow {
 //   kAdd: the result is added to out[i] instead of written there
 // width a multiple of 16 bytes.
 template <class Act, bool kResidual, int kThreads, bool kAdd = false>
-__global__ void __launch_bounds__(kThreads)
+__global__ void LLMCTL_THREADS(kThreads)
     rms_norm(Act* out, const Act* in, Act* residual, const Act* weight, const int32_t* rows, const int32_t* num_rows,
              int width, float eps) {
   if (static_cast<int>(blockIdx.x) >= num_rows[0]) return;

@@ -96,8 +96,18 @@ def test_a_closed_engine_refuses_requests_and_ends_open_ones(folder: str) -> Non
         llm.frontend.stream([5], LONG)
 
 
-@pytest.mark.parametrize(("number", "meaning"), [(signal.SIGKILL, "more memory"), (signal.SIGBUS, "was cut short")])
-def test_a_killed_engine_process_fails_open_requests_and_says_so(folder: str, number: int, meaning: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "meaning"),
+    [
+        (signal.SIGKILL, "more memory"),
+        (signal.SIGBUS, "was cut short"),
+        (signal.SIGSEGV, "a fault of llmctl"),
+        (signal.SIGTERM, "somebody ended it"),
+    ],
+)
+def test_a_killed_engine_process_fails_open_requests_and_says_so(
+    folder: str, number: signal.Signals, meaning: str
+) -> None:
     with LLM(folder, process=True, **OPTIONS) as llm:
         assert isinstance(llm.frontend.client, ProcessClient)
         stream = llm.frontend.stream([5] * 50, LONG)
@@ -105,7 +115,7 @@ def test_a_killed_engine_process_fails_open_requests_and_says_so(folder: str, nu
         os.kill(llm.frontend.client.pid, number)
         last = list(stream)[-1]
         assert last.finish is FinishReason.ERROR and f"exit code -{number:d}" in last.error
-        with pytest.raises(EngineDead, match=f"exit code -{number:d}") as dead:
+        with pytest.raises(EngineDead, match=f"exit code -{number:d} .{number.name}.") as dead:
             llm.generate([[5]])
         assert meaning in dead.value.hint
 

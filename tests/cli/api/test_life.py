@@ -170,10 +170,11 @@ def test_a_killed_engine_is_told_to_open_requests_and_ends_the_server(start):
         assert failed.value.code == "engine_dead" and "exit code -9" in failed.value.message
         response = unanswered.getresponse()
         assert response.status == 503 and json.load(response)["error"]["code"] == "engine_dead"
-    server.logged("ERROR .*exit code -9; the server ends")
+    server.logged(r"ERROR .*exit code -9 \(SIGKILL\); the server ends")
     code, stderr = server.end()
     assert code == 6 and "Traceback" not in stderr
-    assert stderr.splitlines()[-1].startswith("error: the engine process ended with exit code -9")
+    told = " ".join(stderr[stderr.rindex("error: ") :].split())
+    assert told.startswith("error: the engine process ended with exit code -9 (SIGKILL)") and "more memory" in told
 
 
 def test_a_stream_that_does_not_finish_in_time_ends_with_an_event_that_says_so(start):

@@ -86,6 +86,8 @@ def test_a_model_that_no_gpu_would_run_is_refused_before_anything_is_compiled(ma
     [
         (["model", "--all"], "--all and the model `model` are both given"),
         (["--all", "-j", "1025"], "--jobs is 1025"),
+        (["--all", "--dtype", "float16"], "--all and --dtype `float16` are both given"),
+        (["--all", "--kv-cache-dtype", "fp8"], "--all and --kv-cache-dtype `fp8` are both given"),
         (["model", "--dtype", "int4"], "--dtype is `int4`"),
         (["model", "--kv-cache-dtype", "fp4"], "--kv-cache-dtype is `fp4`"),
     ],
