@@ -253,6 +253,8 @@ class _Session:
         self.samples.append(sample(scenario, items, seen, subject.name, used(begun, ended, target.pids), first_token_s))
         if seen.interrupted:
             raise _Interrupted
+        if any(observation.error for observation in seen.observations):
+            await self._servers.check_after_failures(self._client)
         self._servers.check()
 
     async def _ask(self, target: Target, items: list[Item], at_once: int, number: int) -> Round:

@@ -67,6 +67,15 @@ class Server:
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             raise EngineDead(f"{self.subject.name} has ended with {how}{self._said()}", "try its command by itself")
 
+    async def answers_or_ends(self, client: httpx.AsyncClient) -> None:
+        """Return once the server answers or its process has ended: connections are lost a moment before."""
+        deadline = time.monotonic() + GRACE_S
+        while self._process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(httpx.HTTPError):
+                await client.get(f"{self.base_url}/health", timeout=_CONNECT_S)
+                return
+            await asyncio.sleep(POLL_S)
+
     async def stop(self) -> None:
         """End the process and everything that it started; at once if it does not end by itself in time."""
         self._signal(signal.SIGTERM)
@@ -124,6 +133,12 @@ class Servers:
         """Raise EngineDead if one of them has ended."""
         for server in self._running:
             server.check()
+
+    async def check_after_failures(self, client: httpx.AsyncClient) -> None:
+        """As `check`, when requests have failed, which may be because one of them is about to end."""
+        for server in self._running:
+            await server.answers_or_ends(client)
+        self.check()
 
     def kill(self) -> None:
         """End all that run, now."""
