@@ -1,4 +1,4 @@
-"""Every kernel compiles for every architecture, the common ones without spills, to the instructions it is meant for."""
+"""Every kernel compiles for every architecture, without spills, into the instructions it was written for."""
 
 import json
 
@@ -6,7 +6,6 @@ import pytest
 
 from llmctl.kernels.cuda.attend import AttendShape
 from llmctl.kernels.cuda.jit import ARCHITECTURES
-from llmctl.kernels.cuda.source import Kernel
 from llmctl.kernels.cuda.table import Listed, ModelNeeds, all_kernels, model_kernels, representatives
 from llmctl.kernels.cuda.tiles import SMS, blocks_per_sm, choose_attend
 from llmctl.kernels.errors import NoKernel
@@ -106,19 +105,7 @@ def test_a_model_needs_few_kernels_and_all_of_them_are_registered() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_registered_kernel_compiles_and_only_wide_or_float32_attention_spills(
-    nvrtc_version: str, arch: str
-) -> None:
-    jit = gate.Jit(gate.CUBINS, arch)
-    for kernel in (item.kernel for item in all_kernels(arch)):
-        assert jit.get(kernel).resources.spills <= spill_budget(kernel), kernel.expression
-
-
-def spill_budget(kernel: Kernel) -> int:
-    """Bytes that a thread of the kernel may keep in memory: none where models spend their time."""
-    if kernel.template != "attend":
-        return 0
-    multiplied, _, head_dim, *_ = kernel.expression.removeprefix("attend<").split(", ")
-    if multiplied in ("Fp32", "Tf32"):
-        return 192
-    return 80 if int(head_dim) >= 160 else 0
+def test_every_registered_kernel_compiles_without_spills(nvrtc_version: str, arch: str) -> None:
+    rows = {item.kernel.expression: gate.Jit(gate.CUBINS, arch).get(item.kernel) for item in all_kernels(arch)}
+    spilling = [name for name, cubin in rows.items() if cubin.resources.spills]
+    assert not spilling
