@@ -3,8 +3,8 @@
 //
 // The query heads that share a KV head are packed with the queries into the rows of a tile (row = query * group + head),
 // so that K and V are read once for all of them. Warps divide a tile's rows (kWarpsM) and the tokens of each step
-// (kWarpsN): prefill takes 4 x 1, decode 1 x 4. Online softmax as in FlashAttention-2 (Dao, 2023), split context as in
-// Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023).
+// (kWarpsN): prefill takes 4 x 1, decode 1 x 4, and twice as many where they divide dimensions too (kWarpsOverDims).
+// Online softmax as in FlashAttention-2 (Dao, 2023), split context as in Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023).
 //
 // Bits: tokens are taken in steps whose ends are fixed multiples of kTile, parts end at fixed positions and are merged in
 // order, and a row never looks at another. So for one instantiation and one split the result depends neither on how
@@ -71,11 +71,19 @@ LLMCTL_DEVICE float tanh_of(float x) {
   return x < 0 ? -y : y;
 }
 
+// Float32 is multiplied in parts, with which the sums of wide heads would not stay in registers: two warps have the same
+// rows and tokens, both make the weights, and each sums half of the dimensions.
+template <class Mma, int kHeadDim>
+constexpr int kWarpsOverDims = kSame<Mma, Fp32> && kHeadDim > 160 ? 2 : 1;
+
 template <class Mma, class Kv, int kHeadDim, int kWarpsM, int kWarpsN, int kTile, int kStages, bool kFineWeights,
           bool kSoftCap>
 struct AttendShape {
+  static constexpr bool kExact = kSame<Mma, Fp32>;
+  static constexpr int kWarpsD = kWarpsOverDims<Mma, kHeadDim>;
+  static constexpr int kWarpDims = kHeadDim / kWarpsD;
   static constexpr int kRows = 16 * kWarpsM;
-  static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
+  static constexpr int kThreads = 32 * kWarpsM * kWarpsN * kWarpsD;
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Kv));
   static constexpr int kChunks = kRowBytes / 16;  // of 16 bytes, per row of K or V
   // K is read 4 lanes to a row and 16 bytes a lane where the row divides so; V by ldmatrix, eight rows at once.
@@ -90,55 +98,58 @@ struct AttendShape {
   static constexpr int kStageBytes = kTile * (kRowBytes + kVStride) + 2 * kScaleBytes;
   static constexpr int kSteps = kHeadDim / 16;
   static constexpr int kWarpTokens = kTile / kWarpsN;
-  static constexpr bool kQueriesShared = kSteps * static_cast<int>(sizeof(OperandA<Mma>)) > 128;
+  // The parts of float32 would be kept with what is in registers.
+  static constexpr bool kQueriesShared = kSteps * static_cast<int>(sizeof(OperandA<Mma>)) > (kExact ? 64 : 128);
   static constexpr int kQueryBytes = kQueriesShared ? kWarpsM * kSteps * 32 * static_cast<int>(sizeof(OperandA<Mma>)) : 0;
   // Rounded weights are summed as the tensor cores multiply with them, and by them, so that their errors largely cancel.
   static constexpr bool kSumsByMma = kIs16<Mma> && !kScaled && !kFine;
   // Queries of another type need a scale of their own to stay within the range of Half.
   static constexpr bool kQueryUnit = kSame<Mma, Half>;
-  static constexpr bool kExact = kSame<Mma, Fp32>;
-  // Copies of one step that a thread starts; it knows their blocks a step ahead if that takes few registers. In a regular
-  // shape they are kRowsAtOnce rows apart, so that all but the block is known when compiling.
+  // Copies of one step that a thread starts. In a regular shape they are kRowsAtOnce rows apart, so that all but the block
+  // is known when compiling.
   static constexpr int kPasses = (kTile * kChunks + kThreads - 1) / kThreads;
-  static constexpr int kIdsAhead = kPasses <= 8 ? kStages - 1 : 1;
   static constexpr int kRowsAtOnce = kThreads >= kChunks ? kThreads / kChunks : 1;
   static constexpr bool kRegular = kThreads % kChunks == 0 && kTile % kRowsAtOnce == 0 &&
                                    (kUnit % kRowsAtOnce == 0 || kRowsAtOnce % kUnit == 0);
+  // Their blocks are known a step ahead, one for so many rows.
+  static constexpr int kIdRows = kRegular && kRowsAtOnce > kUnit ? kRowsAtOnce : kUnit;
+  static constexpr int kIds = kTile / kIdRows;
+  static constexpr int kIdsAhead = kStages - 1;
   static constexpr int kOutStride = kHeadDim + 8;
   static constexpr int kTokenBytes = kRowBytes + (kScaled ? 2 : 0);
-  static_assert(kHeadDim % 32 == 0 && kRowBytes % 16 == 0);
+  static_assert(kHeadDim % 32 == 0 && kRowBytes % 16 == 0 && kChunks % (2 * kWarpsD) == 0);
   static_assert(kWarpTokens % 16 == 0 && kTile % 16 == 0);
   static_assert(kStages >= 2);
 };
 
-// Which blocks a thread's copies of one step come from; -1: zeros.
+// Which blocks a thread's copies of one step come from: one of every kIdRows rows.
 template <class S>
 struct StepBlocks {
-  int32_t id[S::kPasses];
+  int32_t id[S::kIds];
+
+  LLMCTL_DEVICE int32_t of_row(int row) const {
+    int32_t found = id[0];
+#pragma unroll
+    for (int i = 1; i < S::kIds; ++i) found = row >= i * S::kIdRows ? id[i] : found;
+    return found;
+  }
 };
 
-// Of the step from token `first` on. Tokens outside of begin ... end have no block.
-template <class S, int kTile>
+// Of the step from token `first` on. Where no token lies in begin ... end there is no block.
+template <class S>
 LLMCTL_DEVICE void find_step(StepBlocks<S>& blocks, const int32_t* table, int block_bits, int first, int begin,
                              int end) {
-  if (S::kRegular && first >= begin && first + kTile <= end) {
-    // Units of tokens lie in one block, and a thread's copies in one unit, or as many units apart as are copied at once.
-    const int unit = S::kRowsAtOnce > kUnit ? static_cast<int>(threadIdx.x) / S::kChunks / kUnit * kUnit : 0;
+  // A unit of tokens lies in one block. Where more rows are copied at once, a thread's are as many units apart.
+  const int unit = S::kIdRows > kUnit ? static_cast<int>(threadIdx.x) / S::kChunks / kUnit * kUnit : 0;
 #pragma unroll
-    for (int pass = 0; pass < S::kPasses; ++pass) {
-      blocks.id[pass] = table[(first + unit + pass * S::kRowsAtOnce / kUnit * kUnit) >> block_bits];
-    }
-    return;
-  }
-#pragma unroll
-  for (int pass = 0; pass < S::kPasses; ++pass) {
-    const int row = (threadIdx.x + pass * S::kThreads) / S::kChunks, token = first + row;
-    blocks.id[pass] = row < kTile && token >= begin && token < end ? table[token >> block_bits] : -1;
+  for (int i = 0; i < S::kIds; ++i) {
+    const int token = first + unit + i * S::kIdRows;
+    blocks.id[i] = token + kUnit > begin && token < end ? table[token >> block_bits] : 0;
   }
 }
 
-// Starts copying one step's K, V and scales. What has no block becomes zeros, so that a weight of 0 can be multiplied
-// with them.
+// Starts copying one step's K, V and scales. What is not of begin ... end becomes zeros, so that a weight of 0 can be
+// multiplied with them.
 template <class S, int kTile>
 LLMCTL_DEVICE void load_step(unsigned char* stage, const uint8_t* head, uint32_t block_stride,
                              const StepBlocks<S>& blocks, const int32_t* table, int block_bits, int first, int begin,
@@ -167,7 +178,8 @@ LLMCTL_DEVICE void load_step(unsigned char* stage, const uint8_t* head, uint32_t
 #pragma unroll
     for (int pass = 0; pass < S::kPasses; ++pass) {
       const int ahead = pass * S::kRowsAtOnce;
-      const uint8_t* k = from + static_cast<uint64_t>(static_cast<uint32_t>(blocks.id[pass])) * block_stride +
+      const uint32_t id = static_cast<uint32_t>(blocks.id[ahead / S::kIdRows]);
+      const uint8_t* k = from + static_cast<uint64_t>(id) * block_stride +
                          ((unit + ahead / kUnit * kUnit) & within) * S::kRowBytes;
       const int flipped = S::kSwizzle && ahead % 2 == 1 ? 1 : 0;  // the row's parity is not that of the first pass
       unsigned char* to = flipped ? stage + row * S::kRowBytes + (chunk ^ (~row & 1) << 2) * 16 : k_to;
@@ -176,15 +188,15 @@ LLMCTL_DEVICE void load_step(unsigned char* stage, const uint8_t* head, uint32_t
     }
     return;
   }
-#pragma unroll
-  for (int pass = 0; pass < S::kPasses; ++pass) {
-    const int i = threadIdx.x + pass * S::kThreads, row = i / S::kChunks, chunk = i % S::kChunks;
-    if (kTile * S::kChunks % S::kThreads != 0 && row >= kTile) break;
-    const bool valid = blocks.id[pass] >= 0;
+  // Not unrolled far: every copy's places would be kept in registers from step to step.
+#pragma unroll S::kRegular ? 1 : 4
+  for (int i = threadIdx.x; i < kTile * S::kChunks; i += S::kThreads) {
+    const int row = i / S::kChunks, chunk = i % S::kChunks, token = first + row;
+    const bool valid = token >= begin && token < end;
     const uint8_t* k = head;
     if (valid) {
-      k += static_cast<uint64_t>(static_cast<uint32_t>(blocks.id[pass])) * block_stride +
-           (((first + row) & within) * S::kRowBytes + chunk * 16);
+      k += static_cast<uint64_t>(static_cast<uint32_t>(blocks.of_row(row))) * block_stride +
+           ((token & within) * S::kRowBytes + chunk * 16);
     }
     const int placed = S::kSwizzle ? chunk ^ (row & 1) << 2 : chunk;
     copy_16(stage + row * S::kRowBytes + placed * 16, k, valid);
@@ -270,7 +282,7 @@ struct Weights {
 //   value_scales float32 [KV heads]: what V was divided by before it was stored; null: 1
 template <class Mma, class Kv, int kHeadDim, int kWarpsM, int kWarpsN, int kTile, int kStages, bool kFineWeights,
           bool kSoftCap>
-__global__ void LLMCTL_THREADS(32 * kWarpsM * kWarpsN)
+__global__ void LLMCTL_THREADS((32 * kWarpsM * kWarpsN * kWarpsOverDims<Mma, kHeadDim>))
     attend(void* out, float* part_values, float* part_scales, const void* q, const uint8_t* arena,
            const int32_t* tables, const AttendWork* work, const int32_t* num_work, const float* sinks,
            int64_t block_stride, int64_t layer_offset, int max_blocks, int q_stride, int out_stride, int group,
@@ -280,7 +292,8 @@ __global__ void LLMCTL_THREADS(32 * kWarpsM * kWarpsN)
   const AttendWork item = work[blockIdx.x];
   const int kv_head = blockIdx.y, kv_heads = gridDim.y;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int warp_m = warp % kWarpsM, warp_n = warp / kWarpsM;
+  const int warp_m = warp % kWarpsM, warp_n = warp / kWarpsM % kWarpsN;
+  const int first_dim = warp / (kWarpsM * kWarpsN) * S::kWarpDims;  // of those that this warp sums
   unsigned char* stages = dynamic_shared() + S::kQueryBytes;
   auto* shared_queries = reinterpret_cast<OperandA<Mma>*>(dynamic_shared());
 
@@ -305,7 +318,7 @@ __global__ void LLMCTL_THREADS(32 * kWarpsM * kWarpsN)
   const int32_t* table = tables + static_cast<int64_t>(item.slot) * max_blocks;
   StepBlocks<S> blocks[S::kIdsAhead];
   const auto find = [&](StepBlocks<S>& to, int step) {
-    find_step<S, kTile>(to, table, block_bits, item.begin + step * kTile, first_needed, item.end);
+    find_step<S>(to, table, block_bits, item.begin + step * kTile, first_needed, item.end);
   };
   const auto start_step = [&](const StepBlocks<S>& from, int step, int slot) {
     const int first = item.begin + step * kTile;
@@ -385,15 +398,15 @@ __global__ void LLMCTL_THREADS(32 * kWarpsM * kWarpsN)
     }
     const OperandA<Mma> a = operand_a<Mma>(values[0], values[1]);
     if constexpr (S::kQueriesShared) {
-      if (warp_n == 0) shared_queries[(warp_m * S::kSteps + step) * 32 + lane] = a;
+      if (warp_n == 0 && first_dim == 0) shared_queries[(warp_m * S::kSteps + step) * 32 + lane] = a;
     } else {
       queries[step] = a;
     }
   }
 
-  float acc[kHeadDim / 8][4];
+  float acc[S::kWarpDims / 8][4];
 #pragma unroll
-  for (int n = 0; n < kHeadDim / 8; ++n) {
+  for (int n = 0; n < S::kWarpDims / 8; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) acc[n][i] = 0;
   }
@@ -422,38 +435,56 @@ __global__ void LLMCTL_THREADS(32 * kWarpsM * kWarpsN)
 #pragma unroll
       for (int i = 0; i < 4; ++i) score[n][i] = 0;
     }
+    const auto query = [&](int index) {
+      return S::kQueriesShared ? shared_queries[(warp_m * S::kSteps + index) * 32 + lane]
+                               : queries[S::kQueriesShared ? 0 : index];
+    };
+    const auto load_keys = [&](uint32_t (&words)[S::kLaneBytes / 4], int chunk, int n) {
+      const int row = warp_first + n * 8 + g;
+      int offset = chunk * 4 * S::kLaneBytes + t * S::kLaneBytes;
+      if constexpr (S::kSwizzle) offset ^= (row & 1) << 6;
+      const unsigned char* from = stage + row * S::kRowBytes + offset;
+      if constexpr (S::kLaneBytes == 16) {
+        const Vec4 raw = load_vec<Vec4>(from);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i] = raw.w[i];
+      } else if constexpr (S::kLaneBytes == 8) {
+        const Vec2 raw = load_vec<Vec2>(from);
+        words[0] = raw.w[0];
+        words[1] = raw.w[1];
+      } else {
+        words[0] = load_vec<uint32_t>(from);
+      }
+    };
+    const auto add_product = [&](int chunk, int n, int u, const OperandA<Mma>& a,
+                                 const uint32_t (&words)[S::kLaneBytes / 4]) {
+      OperandB<Mma> b = expand_words<Mma, Kv>(words + u * sizeof(Kv));
+      if (chunk == 0 && u == 0 && t == 0) show_mark<Mma, Kv>(b, words[0]);
+      multiply_add<Mma>(score[n], a, b);
+    };
 #pragma unroll
     for (int chunk = 0; chunk < S::kSteps / S::kLaneSteps; ++chunk) {
-      OperandA<Mma> a[S::kLaneSteps];
+      if constexpr (S::kExact) {
+        // An operand of float32 takes 16 registers, twice those of its step's keys: so one at a time.
+        uint32_t words[kColumns][S::kLaneBytes / 4];
 #pragma unroll
-      for (int u = 0; u < S::kLaneSteps; ++u) {
-        const int index = chunk * S::kLaneSteps + u;
-        a[u] = S::kQueriesShared ? shared_queries[(warp_m * S::kSteps + index) * 32 + lane]
-                                 : queries[S::kQueriesShared ? 0 : index];
-      }
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-        const int row = warp_first + n * 8 + g;
-        int offset = chunk * 4 * S::kLaneBytes + t * S::kLaneBytes;
-        if constexpr (S::kSwizzle) offset ^= (row & 1) << 6;
-        const unsigned char* from = stage + row * S::kRowBytes + offset;
-        uint32_t words[S::kLaneBytes / 4];
-        if constexpr (S::kLaneBytes == 16) {
-          const Vec4 raw = load_vec<Vec4>(from);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) words[i] = raw.w[i];
-        } else if constexpr (S::kLaneBytes == 8) {
-          const Vec2 raw = load_vec<Vec2>(from);
-          words[0] = raw.w[0];
-          words[1] = raw.w[1];
-        } else {
-          words[0] = load_vec<uint32_t>(from);
-        }
+        for (int n = 0; n < kColumns; ++n) load_keys(words[n], chunk, n);
 #pragma unroll
         for (int u = 0; u < S::kLaneSteps; ++u) {
-          OperandB<Mma> b = expand_words<Mma, Kv>(words + u * sizeof(Kv));
-          if (chunk == 0 && u == 0 && t == 0) show_mark<Mma, Kv>(b, words[0]);
-          multiply_add<Mma>(score[n], a[u], b);
+          const OperandA<Mma> a = query(chunk * S::kLaneSteps + u);
+#pragma unroll
+          for (int n = 0; n < kColumns; ++n) add_product(chunk, n, u, a, words[n]);
+        }
+      } else {
+        OperandA<Mma> a[S::kLaneSteps];
+#pragma unroll
+        for (int u = 0; u < S::kLaneSteps; ++u) a[u] = query(chunk * S::kLaneSteps + u);
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) {
+          uint32_t words[S::kLaneBytes / 4];
+          load_keys(words, chunk, n);
+#pragma unroll
+          for (int u = 0; u < S::kLaneSteps; ++u) add_product(chunk, n, u, a[u], words);
         }
       }
     }
@@ -518,7 +549,7 @@ __global__ void LLMCTL_THREADS(32 * kWarpsM * kWarpsN)
     // A product with 1 changes nothing, so whether it is left out does not either.
     if (__any_sync(kAllLanes, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
 #pragma unroll
-      for (int n = 0; n < kHeadDim / 8; ++n) {
+      for (int n = 0; n < S::kWarpDims / 8; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) acc[n][i] *= shrink[i / 2];
       }
@@ -552,10 +583,11 @@ __global__ void LLMCTL_THREADS(32 * kWarpsM * kWarpsN)
         constexpr uint32_t kOnes[2] = {kOnePair<Mma>, kOnePair<Mma>};
         mma_16<Mma>(sum_by_mma, a.whole.r, kOnes);
       }
-      const unsigned char* tokens = values + (warp_first + 16 * j) * S::kVStride;
+      const unsigned char* tokens =
+          values + (warp_first + 16 * j) * S::kVStride + first_dim * static_cast<int>(sizeof(Kv));
       if constexpr (sizeof(Kv) == 4) {
 #pragma unroll
-        for (int n = 0; n < kHeadDim / 8; ++n) {
+        for (int n = 0; n < S::kWarpDims / 8; ++n) {
           OperandB<Mma> b;
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
@@ -565,7 +597,7 @@ __global__ void LLMCTL_THREADS(32 * kWarpsM * kWarpsN)
         }
       } else {
 #pragma unroll
-        for (int pair = 0; pair < S::kChunks / 2; ++pair) {
+        for (int pair = 0; pair < S::kChunks / S::kWarpsD / 2; ++pair) {
           // Two columns of 16 bytes, and of each the first 8 tokens, then the last 8.
           uint32_t raw[4];
           load_matrices<true>(raw, tokens + (lane / 8 % 2 * 8 + lane % 8) * S::kVStride + (2 * pair + lane / 16) * 16);
@@ -598,15 +630,15 @@ __global__ void LLMCTL_THREADS(32 * kWarpsM * kWarpsN)
   for (int half = 0; half < 2; ++half) {
     const int row = warp_n * S::kRows + warp_m * 16 + g + 8 * half;
     const float total = S::kSumsByMma ? sum_by_mma[2 * half] : sum_lanes<4>(sum[half]);
-    if (t == 0) {
+    if (t == 0 && first_dim == 0) {
       scales[2 * row] = largest[half];
       scales[2 * row + 1] = total;
     }
     const float factor = S::kScaled ? unit[half] : 1.0f;
-    float* to = parts + row * S::kOutStride;
+    float* to = parts + row * S::kOutStride + first_dim;
     if constexpr (sizeof(Kv) == 1) {
 #pragma unroll
-      for (int n = 0; n < kHeadDim / 8; n += 2) {
+      for (int n = 0; n < S::kWarpDims / 8; n += 2) {
         Vec4 four;
 #pragma unroll
         for (int i = 0; i < 4; ++i) four.w[i] = bits_of(acc[n + i % 2][2 * half + i / 2] * factor);
@@ -614,7 +646,7 @@ __global__ void LLMCTL_THREADS(32 * kWarpsM * kWarpsN)
       }
     } else {
 #pragma unroll
-      for (int n = 0; n < kHeadDim / 8; ++n) {
+      for (int n = 0; n < S::kWarpDims / 8; ++n) {
         Vec2 two;
 #pragma unroll
         for (int i = 0; i < 2; ++i) two.w[i] = bits_of(acc[n][2 * half + i] * factor);

@@ -77,7 +77,8 @@ class AttendShape:
 
     @property
     def threads(self) -> int:
-        return 32 * self.warps_m * self.warps_n
+        over_dims = 2 if self.compute == "f32" and self.head_dim > 160 else 1  # kWarpsOverDims of attend.cuh
+        return 32 * self.warps_m * self.warps_n * over_dims
 
     @property
     def shared_bytes(self) -> int:
@@ -96,7 +97,8 @@ class AttendShape:
     def _query_bytes(self) -> int:
         operand = 16 if self.compute in ("f16", "bf16") else 32
         steps = self.head_dim // 16
-        return self.warps_m * steps * 32 * operand if steps * operand > 128 else 0
+        in_registers = 64 if self.compute == "f32" else 128
+        return self.warps_m * steps * 32 * operand if steps * operand > in_registers else 0
 
 
 def compute_of(act: str, kv: str) -> str:

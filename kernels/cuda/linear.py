@@ -157,6 +157,12 @@ def vector_shared(layer: Linear) -> int:
     return -(-layer.inputs // UNIT) * UNIT * ELEMENT_BYTES[layer.dtype] + 4 * pack.PANEL * VECTOR_WARPS
 
 
+def vector_in_flight(layer: Linear) -> int:
+    """Bytes of the weight that a block of linear_vector asks for before it multiplies: kAhead units of each warp."""
+    unit = pack.unit_bytes(layer.weight.kind)
+    return VECTOR_WARPS * unit * (4 if unit == 512 else 2)
+
+
 def vector_call(layer: Linear, rows: int, at: Addresses) -> Call:
     """Each row by itself, from a weight that is read as often."""
     arguments = (

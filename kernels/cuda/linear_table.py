@@ -35,7 +35,7 @@ def linear_kernels(dtype: str, formats: Iterable[WeightFormat]) -> Iterator[List
         layer = Linear(dtype, weight, WHOLE, WHOLE)
         if weight.is_float and dtype not in (weight.kind, "f32"):
             continue
-        yield Listed(linear.vector_kernel(layer), 32 * linear.VECTOR_WARPS, linear.vector_shared(layer))
+        yield _vector(layer)
         if dtype == "f32":
             yield Listed(linear.fma_kernel(layer), linear.FMA_THREADS, linear.FMA_SHARED)
         else:
@@ -61,13 +61,18 @@ def linear_representatives(act: str) -> Iterator[Listed]:
     yield _mma(Linear(act, WeightFormat(act), WHOLE, WHOLE), tiles_of(WeightFormat(act))[3])
     layer = Linear(act, CODES[3], WHOLE, WHOLE, "add")
     yield Listed(linear.reduce_kernel(layer), linear.REDUCE_THREADS)
-    yield Listed(linear.vector_kernel(layer), 32 * linear.VECTOR_WARPS, linear.vector_shared(layer))
+    yield _vector(layer)
     plain = Linear("f32", WeightFormat("f32"), WHOLE, WHOLE)
     yield Listed(linear.fma_kernel(plain), linear.FMA_THREADS, linear.FMA_SHARED)
     yield Listed(linear.gather_kernel(act), linear.GATHER_THREADS)
     yield from _adapters(act, (16,))
     yield from itertools.islice(expert_kernels(act, (CODES[3],)), 5)
     yield Listed(linear.fma_kernel(replace(plain, end="silu"), grouped=True), linear.FMA_THREADS, linear.FMA_SHARED)
+
+
+def _vector(layer: Linear) -> Listed:
+    in_flight = linear.vector_in_flight(layer)
+    return Listed(linear.vector_kernel(layer), 32 * linear.VECTOR_WARPS, linear.vector_shared(layer), in_flight)
 
 
 def _mma(layer: Linear, tile: Tile, *, grouped: bool = False) -> Listed:

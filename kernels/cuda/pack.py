@@ -62,11 +62,16 @@ def check_layout(format: WeightFormat, k: int) -> None:
         raise UsageError(f"{k} inputs are no multiple of group {format.group}", "use a smaller group, at least 32")
 
 
+def unit_bytes(kind: str) -> int:
+    """Bytes of a unit of a panel: PANEL outputs by UNIT inputs of this kind."""
+    return PANEL * UNIT * _BITS[kind] // 8
+
+
 def parts(format: WeightFormat, n: int, k: int) -> Parts:
     """Where the parts of a packed [n, k] weight lie; sizes are whole vectors of 16 bytes."""
     check_layout(format, k)
     panels, units = -(-n // PANEL), -(-k // UNIT)
-    codes = panels * PANEL * units * UNIT * _BITS[format.kind] // 8
+    codes = panels * units * unit_bytes(format.kind)
     if format.is_float:
         return Parts(slice(0, codes), slice(codes, codes), slice(codes, codes))
     places = panels * PANEL * _groups(format, k)

@@ -51,6 +51,8 @@ SMALL = (
     Problem(decode("f32", "f32", "f32"), DECODE, 1, 2, 128),
     Problem(decode("bf16", "f16", "fp8_e4m3"), DECODE, 1, 4, 64, block=128),
     Problem(AttendShape("bf16", "f16", "fp8_e4m3", 32, 1, 4, 64, 2), DECODE, 1, 4, 64),  # 64 rows are copied at once
+    # Two warps share the dimensions, and copies are not at places that are known when compiling.
+    Problem(AttendShape("f32", "f32", "f32", 192, 1, 1, 16, 2), DECODE, 1, 2, 128, 50),
 )
 COMBINATIONS = [
     (act, compute, kv)
@@ -165,8 +167,8 @@ MUTANTS = {
         ("before its wait",),
     ),
     "tokens behind the end are fetched": (
-        "row < kTile && token >= begin && token < end ? table",
-        "row < kTile && token >= begin ? table",
+        "const bool valid = token >= begin && token < end;",
+        "const bool valid = token >= begin;",
         (),
     ),
     "rows beyond the last query are written": (
