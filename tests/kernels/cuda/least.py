@@ -47,10 +47,13 @@ BYTES_UNDER_WAY = {arch: round(600 * bandwidth / processors) for arch, (bandwidt
 # The first that fits the beginning of a kernel's expression. Attention in tf32 with wide heads has one warp for each
 # block, and on GPUs with 100 KiB of shared memory one block.
 LEAST = (
-    (r"attend<(Half|Bf16), \w+, (32|64|96|128), ", Least((2, 4, 8), streams=True, wide=35, products=3)),
-    (r"attend<(Half|Bf16), ", Least((2, 2, 4), streams=True, wide=35, products=3)),
-    (r"attend<(Tf32|Fp32), \w+, (32|64|96|128), ", Least((2, 2, 4), streams=True, wide=35, products=8)),
-    (r"attend<", Least((1, 1, 2), streams=True, wide=35, products=8)),
+    (r"attend<(Half|Bf16), \w+, (32|64|96|128), 1, ", Least((2, 4, 8), streams=True, wide=35, products=3)),
+    (r"attend<(Half|Bf16), \w+, \d+, 1, ", Least((2, 2, 4), streams=True, wide=35, products=3)),
+    (r"attend<\w+, \w+, (32|64|96|128), 1, ", Least((2, 2, 4), streams=True, wide=35, products=8)),
+    (r"attend<\w+, \w+, \d+, 1, ", Least((1, 1, 2), streams=True, wide=35, products=8)),
+    # Prefill, which tensor cores keep busy.
+    (r"attend<(Half|Bf16), ", Least((4, 4, 4), wide=35, products=10)),
+    (r"attend<", Least((4, 2, 4), wide=35, products=8)),
     (r"attend_merge<", Least((24, 24, 24), wide=10)),
     (r"latent_attend<", Least((8, 8, 8), streams=True, wide=50, products=3)),
     (r"linear_mma<.*, 4, 2, 2, 4, \d, End", Least((4, 4, 8), streams=True, wide=25, products=5)),
