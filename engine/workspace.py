@@ -40,9 +40,9 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int, weight
 
 
 def steering_bytes(spec: DecoderSpec, formats: Sequence[KVFormat]) -> int:
-    """Bytes of what says how errors of K are steered in the layers that store it in 8 bits (`KeySteering`)."""
+    """Bytes of what says how K is made ready and steered in the layers that store it in 8 bits (`KeySteering`)."""
     layers = 0 if spec.latent is not None else sum(kv.bytes_per_value == 1 for kv in formats)
-    return layers * spec.num_kv_heads * (spec.head_dim // 2) * (4 + 4 * 4 * steering_width(spec.head_dim))
+    return layers * spec.num_kv_heads * (spec.head_dim // 2) * (4 + 4 * 4 * steering_width(spec.head_dim) + 3 * 4)
 
 
 def _scratch_bytes(spec: DecoderSpec, config: EngineConfig, length: int) -> int:

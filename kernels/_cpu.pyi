@@ -98,6 +98,8 @@ def rope_store(
     kv: Kv,
     steer_order: int,
     steer_follow: int,
+    steer_level: int,
+    steer_centre: int,
     owner: object,
 ) -> Op: ...
 def attend(

@@ -221,7 +221,10 @@ def make_rows(width: int, max_rows: int, dtype: str = "f32") -> F32Array:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeySteering:
-    """How errors of rounding K to 8 bits are steered to where queries do not look.
+    """How K is made ready for 8 bits, and errors of rounding it steered to where queries do not look.
+
+    The centre is taken off all keys, which softmax does not notice, and each pair of dimensions is divided by its level
+    and multiplied by it in queries; levels are powers of two, which round nothing. The rest is of what K then is.
 
     Pairs of dimensions (d, d + head_dim / 2), as the rotation has them, are rounded one after another. The error of
     each, stored minus true and turned back by the row's rotation, is taken on by the pairs behind it: before these are
@@ -232,10 +235,15 @@ class KeySteering:
     follow  float32 [kv_heads, head_dim / 2, 4, steering_width(head_dim)]: for the pair at place i the row
             2 * target + source (0 for d, 1 for d + head_dim / 2) has at j > i what an error in its source half lowers
             the target half of the pair at place j by; elsewhere 0
+    level   float32 [kv_heads, head_dim / 2]: of pair d; None: 1
+    centre  float32 [kv_heads, head_dim], of K rotated and divided by its scales; None: 0. Not where something besides K
+            counts in the softmax (sinks) or scores are bent (soft caps)
     """
 
     order: I32Array
     follow: F32Array
+    level: F32Array | None = None
+    centre: F32Array | None = None
 
 
 def steering_width(head_dim: int) -> int:

@@ -268,7 +268,8 @@ std::shared_ptr<Op> linear(const Batch& batch, const Act& act, const Weight& wei
 
 std::shared_ptr<Op> rope_store(const Batch& batch, const Rows& q, const Rows& k, const Rows& v, Address q_norm,
                                Address k_norm, float norm_eps, Address cos, Address sin, int num_heads, float q_scale,
-                               const Kv& kv, Address steer_order, Address steer_follow, nb::handle) {
+                               const Kv& kv, Address steer_order, Address steer_follow, Address steer_level,
+                               Address steer_centre, nb::handle) {
   require_heads(num_heads, kv);
   require_width("query", q, static_cast<long>(num_heads) * kv.head_dim);
   require_width("key", k, static_cast<long>(kv.num_kv_heads) * kv.head_dim);
@@ -285,7 +286,8 @@ std::shared_ptr<Op> rope_store(const Batch& batch, const Rows& q, const Rows& k,
                            num_heads,
                            q_scale,
                            kv,
-                           {at<const int32_t>(steer_order), at<const float>(steer_follow)}};
+                           {at<const int32_t>(steer_order), at<const float>(steer_follow),
+                            at<const float>(steer_level), at<const float>(steer_centre)}};
   return make_op(std::make_unique<RopeStoreStage>(*chosen(), args));
 }
 
@@ -474,8 +476,8 @@ NB_MODULE(_cpu, m) {
   m.def("linear", &linear, "batch"_a, "act"_a, "weight"_a, "order"_a, "bias"_a, "out"_a, "add"_a, "logit_rows_only"_a,
         "owner"_a, nb::keep_alive<0, 9>());
   m.def("rope_store", &rope_store, "batch"_a, "q"_a, "k"_a, "v"_a, "q_norm"_a, "k_norm"_a, "norm_eps"_a, "cos"_a,
-        "sin"_a, "num_heads"_a, "q_scale"_a, "kv"_a, "steer_order"_a, "steer_follow"_a, "owner"_a,
-        nb::keep_alive<0, 15>());
+        "sin"_a, "num_heads"_a, "q_scale"_a, "kv"_a, "steer_order"_a, "steer_follow"_a, "steer_level"_a,
+        "steer_centre"_a, "owner"_a, nb::keep_alive<0, 17>());
   m.def("attend", &attend, "batch"_a, "q"_a, "num_heads"_a, "kv"_a, "window"_a, "max_positions"_a, "act"_a, "owner"_a,
         nb::keep_alive<0, 8>());
   m.def("latent", &latent, "batch"_a, "q"_a, "latents"_a, "kv_norm"_a, "norm_eps"_a, "up"_a, "order"_a, "cos"_a,
