@@ -74,6 +74,7 @@ struct Avx512 : Avx2 {
     using Sum4 = __m512i;
     using X4 = __m512i;
     static constexpr bool kLongSums = true;
+    static constexpr bool kScreens = true;
     LLMCTL_INLINE void load_codes4(const uint8_t* p, Codes4& low, Codes4& high) {
       const __m512i bytes = _mm512_loadu_si512(p);
       const __m512i nibble = _mm512_set1_epi8(15);
@@ -84,6 +85,14 @@ struct Avx512 : Avx2 {
       const __m128i left = _mm_cvtsi32_si128(upper != 0 ? 0 : 4);
       const __m512i bytes = _mm512_sll_epi16(_mm512_loadu_si512(p), left);
       return _mm512_and_si512(bytes, _mm512_set1_epi8(static_cast<char>(0xF0)));
+    }
+    // int8 in pairs of k, two of them behind one another: each column's four codes, 128 larger.
+    LLMCTL_INLINE Codes4 load_two_pairs(const uint8_t* p) {
+      const __m512i evens = _mm512_setr_epi32(0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005, 0x160006,
+                                              0x170007, 0x180008, 0x190009, 0x1A000A, 0x1B000B, 0x1C000C, 0x1D000D,
+                                              0x1E000E, 0x1F000F);
+      const __m512i in_columns = _mm512_permutexvar_epi16(evens, _mm512_loadu_si512(p));
+      return _mm512_xor_si512(in_columns, _mm512_set1_epi8(static_cast<char>(0x80)));
     }
     LLMCTL_INLINE Sum4 zero_sum4() { return _mm512_setzero_si512(); }
     LLMCTL_INLINE X4 broadcast_x4(const int8_t* x) { return broadcast_word(x); }
