@@ -81,6 +81,7 @@ def linear(
     out: Rows,
     add: bool,
     logit_rows_only: bool,
+    may_screen: bool,
     owner: object,
 ) -> Op: ...
 def rope_store(

@@ -39,7 +39,7 @@ PRIVATE_ROWS = 2  # with at most this many rows each thread computes an Act for 
 ELEMENT_TYPES = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
 
 # Batch.counts
-ROWS, SEQS, LOGIT_ROWS = 0, 1, 2
+ROWS, SEQS, LOGIT_ROWS, LARGEST_ONLY = 0, 1, 2, 3
 
 
 class Op(Protocol):
@@ -58,7 +58,8 @@ class Program(Protocol):
 class Batch:
     """What varies per step, at fixed addresses.
 
-    counts      int32 [8]: number of rows, of sequences, of rows with logits
+    counts      int32 [8]: number of rows, of sequences, of rows with logits; whether of these only each row's largest
+                logit is looked at, 1 or 0
     token       int32 [max_rows]: token id of each row (a row is one position of one sequence)
     position    int32 [max_rows]
     slot        int32 [max_rows]: which block table the row reads and writes through
@@ -319,7 +320,9 @@ class NormAddArgs:
 class LinearArgs:
     """out[i, :n] = act[i] @ weight.T (+ bias), or += if `add`. Columns from n up to whole panels are scratch.
 
-    Over the batch's rows, or its logit rows if `logit_rows_only`.
+    Over the batch's rows, or its logit rows if `logit_rows_only`. If `may_screen`, a step with LARGEST_ONLY may leave
+    outputs that are not the largest of their row near their values and below it; which one is the largest, its value,
+    and what is as large do not change.
     """
 
     batch: Batch
@@ -329,6 +332,7 @@ class LinearArgs:
     out: F32Array
     add: bool
     logit_rows_only: bool
+    may_screen: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,7 +20,7 @@ constexpr int kMaxLatentWidth = kMaxHeadDim + kMaxLatentRope;
 constexpr int kMaxNope = 256;
 constexpr int kMaxInt8Group = 8192;  // 8192 x 128 x 2047 is just below 2^31
 
-enum Count : int { kRows = 0, kSeqs = 1, kLogitRows = 2 };  // indices into Batch::counts
+enum Count : int { kRows = 0, kSeqs = 1, kLogitRows = 2, kLargestOnly = 3 };  // indices into Batch::counts
 
 struct Batch {
   const int32_t* counts;

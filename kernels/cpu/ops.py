@@ -131,7 +131,8 @@ def build_linear(args: LinearArgs) -> tuple[_cpu.Op, ...]:
     form = find_form(args.act, args.weight)
     order = 0 if form is None else _order(form.order, args.act.k)
     act, weight, out = _act(args.act), _weight(args.weight), _rows(args.out)
-    return (_cpu.linear(_batch(args.batch), act, weight, order, bias, out, args.add, args.logit_rows_only, args),)
+    flags = args.add, args.logit_rows_only, args.may_screen
+    return (_cpu.linear(_batch(args.batch), act, weight, order, bias, out, *flags, args),)
 
 
 def accepts_rope_store(args: RopeStoreArgs) -> str | None:
