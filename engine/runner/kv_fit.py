@@ -1,4 +1,4 @@
-"""How each layer's 8-bit KV cache fits the model: steering of K, and scales of fp8, from a probe text.
+"""How each layer's 8-bit KV cache fits the model: centres, levels and steering of K, and fp8's scales, from a text.
 
 The model reads the text once with a float32 cache, when it first runs with an 8-bit one. The text is fixed, so what is
 found is a function of the weights and the kernels; it is kept beside the packed weights. For a GPU the CPU reads it: a
@@ -38,7 +38,7 @@ from .steering import find_steering
 
 log = logging.getLogger(__name__)
 
-VERSION = 7
+VERSION = 4
 PROBE_TOKENS = 512
 HEADROOM = 2.0  # the largest value of fp8 is so many times what a text was seen to reach
 _ARRAYS = "order", "follow", "level", "centre"  # of KeySteering, in the file

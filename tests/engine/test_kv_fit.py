@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,15 @@ def test_a_scale_of_another_shape_is_refused(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="k_scale` of .* has shape .3.") as caught:
         open_tiny(folder)
     assert "each of 2 KV heads" in caught.value.hint
+
+
+def test_a_centre_is_taken_off_k_as_its_scales_leave_it(folder: Path) -> None:
+    steering = layers_of(open_tiny(folder), "int8")[0].steering
+    assert steering is not None and steering.centre is not None
+    how = replace(steering, centre=np.full_like(steering.centre, 6.0))
+    scaled = kv_fit._of_scaled(how, np.array([[2.0, 0.5], [1.0, 1.0]], np.float32)).centre
+    assert scaled is not None and (scaled[0] == 3).all() and (scaled[1] == 12).all()
+    assert kv_fit._of_scaled(how, None) is how
 
 
 @pytest.mark.parametrize(("largest", "scale"), [(10.0, None), (223.0, None), (300.0, 2.0), (1000.0, 8.0)])
