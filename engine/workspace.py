@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ..kernels.device import default_threads
 from ..kernels.formats import KVFormat
 from ..kernels.ops import PANEL, steering_width
-from ..kernels.scratch import attend_scratch_bytes, latent_scratch_bytes, sample_scratch_bytes
+from ..kernels.scratch import attend_scratch_bytes, latent_scratch_bytes, sample_scratch_bytes, screen_scratch_bytes
 from .config import EngineConfig
 from .gpu_sizes import gpu_workspace_bytes
 from .models.arch import DecoderSpec
@@ -23,7 +23,8 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int, weight
 
     Per row: float32 values, and for what a linear reads also a quantized form (at most 16 bits a value; a scale, a sum
     and the high parts of a wide quad for every 32). Per sequence: a row of logits, its tokens and its block table. Per
-    thread: what it samples in; and the partial results of attention that threads hand to each other.
+    thread: what it samples in; and the partial results of attention that threads hand to each other. Where weights are
+    integers, also what finds the largest logit of many rows.
     """
     if config.on_gpu:
         threads = config.threads or default_threads()
@@ -36,13 +37,15 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int, weight
     sequence = 4 * (length + blocks_for(length, config.block_size))
     rope = (1 if spec.rope_local is None else 2) * length * spec.head_dim * 4
     per_sequence = config.max_num_seqs * sequence + config.max_logit_rows * 4 * logits
-    return config.max_num_batched_tokens * row + per_sequence + rope + _scratch_bytes(spec, config, length)
+    is_screened = any(name.startswith("int") for name in weight_formats)
+    screen = screen_scratch_bytes(spec.vocab_size, spec.hidden_size, config.max_logit_rows) if is_screened else 0
+    return config.max_num_batched_tokens * row + per_sequence + rope + screen + _scratch_bytes(spec, config, length)
 
 
 def steering_bytes(spec: DecoderSpec, formats: Sequence[KVFormat]) -> int:
-    """Bytes of what says how errors of K are steered in the layers that store it in 8 bits (`KeySteering`)."""
+    """Bytes of what says how K is made ready and steered in the layers that store it in 8 bits (`KeySteering`)."""
     layers = 0 if spec.latent is not None else sum(kv.bytes_per_value == 1 for kv in formats)
-    return layers * spec.num_kv_heads * (spec.head_dim // 2) * (4 + 4 * 4 * steering_width(spec.head_dim))
+    return layers * spec.num_kv_heads * (spec.head_dim // 2) * (4 + 4 * 4 * steering_width(spec.head_dim) + 3 * 4)
 
 
 def _scratch_bytes(spec: DecoderSpec, config: EngineConfig, length: int) -> int:

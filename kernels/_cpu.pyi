@@ -81,6 +81,7 @@ def linear(
     out: Rows,
     add: bool,
     logit_rows_only: bool,
+    may_screen: bool,
     owner: object,
 ) -> Op: ...
 def rope_store(
@@ -98,6 +99,8 @@ def rope_store(
     kv: Kv,
     steer_order: int,
     steer_follow: int,
+    steer_level: int,
+    steer_centre: int,
     owner: object,
 ) -> Op: ...
 def attend(

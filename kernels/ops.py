@@ -39,7 +39,7 @@ PRIVATE_ROWS = 2  # with at most this many rows each thread computes an Act for 
 ELEMENT_TYPES = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
 
 # Batch.counts
-ROWS, SEQS, LOGIT_ROWS = 0, 1, 2
+ROWS, SEQS, LOGIT_ROWS, LARGEST_ONLY = 0, 1, 2, 3
 
 
 class Op(Protocol):
@@ -58,7 +58,8 @@ class Program(Protocol):
 class Batch:
     """What varies per step, at fixed addresses.
 
-    counts      int32 [8]: number of rows, of sequences, of rows with logits
+    counts      int32 [8]: number of rows, of sequences, of rows with logits; whether of these only each row's largest
+                logit is looked at, 1 or 0
     token       int32 [max_rows]: token id of each row (a row is one position of one sequence)
     position    int32 [max_rows]
     slot        int32 [max_rows]: which block table the row reads and writes through
@@ -221,7 +222,10 @@ def make_rows(width: int, max_rows: int, dtype: str = "f32") -> F32Array:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeySteering:
-    """How errors of rounding K to 8 bits are steered to where queries do not look.
+    """How K is made ready for 8 bits, and errors of rounding it steered to where queries do not look.
+
+    The centre is taken off all keys, which softmax does not notice, and each pair of dimensions is divided by its level
+    and multiplied by it in queries; levels are powers of two, which round nothing. The rest is of what K then is.
 
     Pairs of dimensions (d, d + head_dim / 2), as the rotation has them, are rounded one after another. The error of
     each, stored minus true and turned back by the row's rotation, is taken on by the pairs behind it: before these are
@@ -232,10 +236,15 @@ class KeySteering:
     follow  float32 [kv_heads, head_dim / 2, 4, steering_width(head_dim)]: for the pair at place i the row
             2 * target + source (0 for d, 1 for d + head_dim / 2) has at j > i what an error in its source half lowers
             the target half of the pair at place j by; elsewhere 0
+    level   float32 [kv_heads, head_dim / 2]: of pair d; None: 1
+    centre  float32 [kv_heads, head_dim], of K rotated and divided by its scales; None: 0. Not where something besides K
+            counts in the softmax (sinks) or scores are bent (soft caps)
     """
 
     order: I32Array
     follow: F32Array
+    level: F32Array | None = None
+    centre: F32Array | None = None
 
 
 def steering_width(head_dim: int) -> int:
@@ -311,7 +320,9 @@ class NormAddArgs:
 class LinearArgs:
     """out[i, :n] = act[i] @ weight.T (+ bias), or += if `add`. Columns from n up to whole panels are scratch.
 
-    Over the batch's rows, or its logit rows if `logit_rows_only`.
+    Over the batch's rows, or its logit rows if `logit_rows_only`. If `may_screen`, a step with LARGEST_ONLY may leave
+    outputs that are not the largest of their row near their values and below it; which one is the largest, its value,
+    and what is as large do not change.
     """
 
     batch: Batch
@@ -321,6 +332,7 @@ class LinearArgs:
     out: F32Array
     add: bool
     logit_rows_only: bool
+    may_screen: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

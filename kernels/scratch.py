@@ -1,12 +1,13 @@
 """The memory that kernels of the CPU take beside the buffers that they are given.
 
-`plan` counts it before our extension is loaded, so the arithmetic of `cpu/stages.hpp`, `cpu/latent_stages.hpp` and
-`cpu/table.hpp` stands here once more; `tests/kernels/test_scratch.py` holds the two together.
+`plan` counts it before our extension is loaded, so the arithmetic of `cpu/stages.hpp`, `cpu/latent_stages.hpp`,
+`cpu/screen_stages.hpp` and `cpu/table.hpp` stands here once more; `tests/kernels/test_scratch.py` and `test_screen.py`
+hold the two together.
 """
 
 from __future__ import annotations
 
-from .ops import ATTEND_SPLIT
+from .ops import ATTEND_SPLIT, PANEL
 
 _TILE_ROWS = 6  # score rows of a query tile
 _TILES_PER_THREAD = 16  # with fewer tiles, splits of the context are spread over the threads
@@ -15,6 +16,8 @@ _LANES = 16
 _LATENT_HEADS = 16  # heads that are lanes together
 _LATENT_ROWS = 4  # rows that pass over the context together
 _LATENT_TASKS_PER_THREAD = 4
+_MOST_SCREENED_ROWS = 128
+_LEAST_GROUP = 32
 _MOST_LATENT_PARTIALS = 4 << 20  # floats, where one row does not need more
 
 
@@ -47,3 +50,9 @@ def latent_scratch_bytes(
 def sample_scratch_bytes(vocab_size: int, threads: int) -> int:
     """Bytes that threads sample in: a score, an id and a count for each token of the vocabulary."""
     return threads * 3 * 4 * (-(-vocab_size // _LANES) * _LANES)
+
+
+def screen_scratch_bytes(vocab_size: int, hidden_size: int, logit_rows: int) -> int:
+    """Bytes of a screened head: the length of each output's weights, a bound for each panel and row, rows of 8 bits."""
+    panels, rows = -(-vocab_size // PANEL), min(logit_rows, _MOST_SCREENED_ROWS)
+    return 4 * panels * (PANEL + rows) + rows * (hidden_size + 8 * (hidden_size // _LEAST_GROUP) + 8)

@@ -151,7 +151,7 @@ class _Builder:
             self.limits.activations,
         )  # fmt: skip
         self.norm("model.norm", hidden, act, logit_rows_only=True)
-        self.add("linear", LinearArgs(self.batch, act, head, None, logits, False, True), "lm_head")
+        self.add("linear", LinearArgs(self.batch, act, head, None, logits, False, True, may_screen=True), "lm_head")
         program = registry.record(self.ops, self.batch, kernels=self.kernels)
         return Decoder(
             program, tuple(self.ops), tuple(self.kinds), logits, hidden, self.buffers["q"], tuple(self.readers)

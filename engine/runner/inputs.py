@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...kernels.ops import LOGIT_ROWS, ROWS, SEQS, Batch
+from ...kernels.ops import LARGEST_ONLY, LOGIT_ROWS, ROWS, SEQS, Batch
 from ..sample.slots import Bias, Slots, point_to_bias
 from ..schedule.step import Admit, Chunk, SlotSampling, Step, TableDelta
 
@@ -22,8 +22,11 @@ def apply_deltas(slots: Slots, step: Step) -> None:
         _extend_table(slots, delta)
 
 
-def fill_batch(batch: Batch, slots: Slots, chunks: tuple[Chunk, ...]) -> None:
-    """Lay out the chunks' rows one after the other; `chunk.drafts` become the tokens of its last positions."""
+def fill_batch(batch: Batch, slots: Slots, chunks: tuple[Chunk, ...], *, sampled: bool = False) -> None:
+    """Lay out the chunks' rows one after the other; `chunk.drafts` become the tokens of its last positions.
+
+    `sampled`: nobody but the sampler reads the logits.
+    """
     for chunk in chunks:
         if chunk.drafts:
             end = chunk.start + chunk.count
@@ -42,6 +45,8 @@ def fill_batch(batch: Batch, slots: Slots, chunks: tuple[Chunk, ...]) -> None:
     batch.position[:rows], batch.slot[:rows] = position, slot
     batch.logit_rows[:logits] = np.arange(logits) + first_logit
     batch.counts[ROWS], batch.counts[SEQS], batch.counts[LOGIT_ROWS] = rows, sequences, logits
+    largest_only = sampled and slots.largest_only[each[:, 0]].all() and not any(chunk.known for chunk in chunks)
+    batch.counts[LARGEST_ONLY] = largest_only
 
 
 def _admit(slots: Slots, admit: Admit) -> None:
@@ -57,10 +62,18 @@ def _admit(slots: Slots, admit: Admit) -> None:
     row["prompt_len"] = admit.prompt_len
     row["tokens"] = slots.tokens[slot].ctypes.data
     slots.banned_until[slot] = sampling.banned_until
+    slots.largest_only[slot] = _is_largest_only(sampling)
     slots.bias[slot] = _bias(sampling, banned=False)
     point_to_bias(row, slots.bias[slot])
     if sampling.banned_until:
         slots.banned_bias[slot] = _bias(sampling, banned=True)
+
+
+def _is_largest_only(sampling: SlotSampling) -> bool:
+    """Whether a token is the one with the largest logit, and no other logit is asked for."""
+    plain = sampling.repetition_penalty == 1 and sampling.presence_penalty == sampling.frequency_penalty == 0
+    unbiased = not sampling.bias_ids and not sampling.banned_until
+    return sampling.temperature == 0 and sampling.logprobs < 0 and plain and unbiased
 
 
 _SAME_NAMES = (

@@ -1,4 +1,4 @@
-"""How each layer's 8-bit KV cache fits the model: steering of K, and scales of fp8, from a probe text.
+"""How each layer's 8-bit KV cache fits the model: centres, levels and steering of K, and fp8's scales, from a text.
 
 The model reads the text once with a float32 cache, when it first runs with an 8-bit one. The text is fixed, so what is
 found is a function of the weights and the kernels; it is kept beside the packed weights. For a GPU the CPU reads it: a
@@ -27,19 +27,21 @@ from ..load.kv_scales import stored_scales
 from ..load.model import Model
 from ..load.packed import PackedModel
 from ..models.arch import DecoderSpec
-from ..models.rope import rope_tables
+from ..models.rope import rope_tables, settled
 from ..plan import Plan
 from ..tokenizer import Tokenizer
 from .keep import keep_bytes
-from .layer_watch import LayerWatch
+from .layer_watch import LayerWatch, Seen
+from .levels import MOST_POSITIONS
 from .probe_text import PROBE_TEXT
 from .steering import find_steering
 
 log = logging.getLogger(__name__)
 
-VERSION = 3
+VERSION = 4
 PROBE_TOKENS = 512
 HEADROOM = 2.0  # the largest value of fp8 is so many times what a text was seen to reach
+_ARRAYS = "order", "follow", "level", "centre"  # of KeySteering, in the file
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,8 +80,16 @@ def fit_cache(layers: dict[int, KVLayer], model: Model, plan: Plan) -> dict[int,
     for layer in small:
         kind = layers[layer].format.kind
         scales = None if kind not in FP8_LARGEST else _scales(model, layer, fits[layer], FP8_LARGEST[kind])
-        fitted[layer] = replace(layers[layer], steering=fits[layer].steering, scales=scales)
+        steering = _of_scaled(fits[layer].steering, scales)
+        fitted[layer] = replace(layers[layer], steering=steering, scales=scales)
     return fitted
+
+
+def _of_scaled(steering: KeySteering, scales: F32Array | None) -> KeySteering:
+    """The steering of K divided by these scales."""
+    if scales is None or steering.centre is None:
+        return steering
+    return replace(steering, centre=np.ascontiguousarray(steering.centre / scales[0, :, None]))
 
 
 def _on_cpu(plan: Plan) -> Plan:
@@ -122,30 +132,29 @@ def _read(path: Path, spec: DecoderSpec) -> tuple[KVFit, ...] | None:
     """What `_keep` left, None if it did not or it is not whole."""
     if not path.exists():
         return None
-    shape = spec.num_layers, spec.num_kv_heads, spec.head_dim // 2
+    heads, dim, half = (spec.num_layers, spec.num_kv_heads), spec.head_dim, spec.head_dim // 2
+    shapes = (*heads, half), (*heads, half, 4, steering_width(dim)), (*heads, half), (*heads, dim)
     try:
         with np.load(path) as file:
-            orders, follows, largest = file["orders"], file["follows"], file["largest"]
-        if orders.shape != shape or follows.shape != (*shape, 4, steering_width(spec.head_dim)):
-            raise ValueError(f"shapes {orders.shape} and {follows.shape}")
+            found, largest = tuple(file[name] for name in _ARRAYS), file["largest"]
+        if tuple(array.shape for array in found) != shapes:
+            raise ValueError(f"shapes {[array.shape for array in found]}")
     except Exception as error:  # numpy and zipfile raise many kinds for a broken file, and it can be made again
         log.warning("%s is made anew: %s", path, error)
         return None
     return tuple(
-        KVFit(KeySteering(np.ascontiguousarray(order, np.int32), follow.astype(np.float32)), most)
-        for order, follow, most in zip(orders, follows, largest, strict=True)
+        KVFit(KeySteering(order, follow.astype(np.float32), level, centre), most)
+        for order, follow, level, centre, most in zip(*found, largest, strict=True)
     )
 
 
 def _keep(path: Path, fits: tuple[KVFit, ...]) -> None:
     """Write them beside the weights for the next start; a folder that cannot be written to is left alone."""
     data = io.BytesIO()
-    np.savez(
-        data,
-        orders=np.stack([fit.steering.order for fit in fits]),
-        follows=np.stack([fit.steering.follow for fit in fits]).astype(np.float16),
-        largest=np.stack([fit.largest for fit in fits]),
-    )
+    how = [(fit.steering.order, fit.steering.follow, fit.steering.level, fit.steering.centre) for fit in fits]
+    order, follow, level, centre = (np.stack(of_layers) for of_layers in zip(*how, strict=True))
+    largest = np.stack([fit.largest for fit in fits])
+    np.savez(data, order=order, follow=follow.astype(np.float16), level=level, centre=centre, largest=largest)
     keep_bytes(path, data.getvalue(), "the KV cache is fitted")
 
 
@@ -155,7 +164,15 @@ def _measure(model: PackedModel, plan: Plan) -> tuple[KVFit, ...]:
     tokens = Tokenizer(model.folder).encode(PROBE_TEXT)[: min(PROBE_TOKENS, spec.context_length)]
     fits: list[KVFit] = []
     for layer, seen in enumerate(LayerWatch(model, plan, len(tokens)).read(tokens)):
-        cos, sin = rope_tables(spec.rope_of(layer), spec.head_dim, len(tokens))
+        rope = settled(spec.rope_of(layer), spec.head_dim, len(tokens))  # the one that the text was read with
+        cos, sin = rope_tables(rope, spec.head_dim, max(len(tokens), min(spec.context_length, MOST_POSITIONS)))
         steering = find_steering(seen.q, seen.k, seen.v, cos, sin, spec.window(layer))
-        fits.append(KVFit(steering, seen.largest))
+        fits.append(KVFit(steering, _largest(seen, steering)))
     return tuple(fits)
+
+
+def _largest(seen: Seen, steering: KeySteering) -> F32Array:
+    """[2, kv_heads]: the largest magnitude of K, as it is stored, and of V."""
+    assert steering.centre is not None and steering.level is not None
+    k = (seen.k - steering.centre[:, None]) / np.tile(steering.level, 2)[:, None]
+    return np.stack([np.abs(x).max(axis=(1, 2)) for x in (k, seen.v)])

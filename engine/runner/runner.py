@@ -76,7 +76,7 @@ class Runner:
         """Apply the step's deltas, compute its chunks, sample."""
         if self._tier is not None:
             return self._execute_with_tier(step, self._tier)
-        self.forward(step)
+        self._compute(step, sampled=True)
         return StepResult(step.index, self._sampler.sample(step.chunks))
 
     def forward(self, step: Step) -> F32Array:
@@ -84,13 +84,16 @@ class Runner:
 
         The logits [rows, vocabulary padded to panels] of the positions that get some, valid until the next step.
         """
+        self._compute(step, sampled=False)
+        return self.decoder.logits[: sum(chunk.count - chunk.logits_from for chunk in step.chunks)]
+
+    def _compute(self, step: Step, *, sampled: bool) -> None:
         apply_deltas(self._slots, step)
         for copy in step.copies:
             self.groups[copy.group].copy(copy.source, copy.target, copy.tokens)
         if step.chunks:
-            fill_batch(self._batch, self._slots, step.chunks)
+            fill_batch(self._batch, self._slots, step.chunks, sampled=sampled)
             self.decoder.program.replay()
-        return self.decoder.logits[: sum(chunk.count - chunk.logits_from for chunk in step.chunks)]
 
     def close(self) -> None:
         """Wait for what was submitted, stop the worker thread and give tier 2's file back."""
@@ -107,7 +110,7 @@ class Runner:
         started = time.perf_counter_ns()
         failed = tier.move(step.swaps) if step.swaps else ()
         moved = time.perf_counter_ns()
-        self.forward(step)
+        self._compute(step, sampled=True)
         chunks = self._sampler.sample(step.chunks) if step.chunks else ()
         ended = time.perf_counter_ns()
         return StepResult(step.index, chunks, failed, (moved - started) // 1000, (ended - moved) // 1000)

@@ -9,8 +9,8 @@ bytes and with nothing to do for readers. It is the error feedback of GPTQ, with
 M is taken in the frame of the token: queries are turned back by the token's own rotation, so that only distances count
 and one matrix serves all positions. Each pair of query and token weighs as its error does in the output of attention:
 weight^2 |v - output|^2. Pairs with large values come first: their steps are the coarse ones of a float format, and
-small values behind them have the fine steps to make them good. Taking the mean of K off before it is stored, which
-softmax would not notice, makes that worse: there are fewer small values then.
+small values behind them have the fine steps to make them good. All this is of K as it is stored: `levels.py` comes
+first, for what is large in K whatever the token.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.ops import F32Array, KeySteering, steering_width
+from .levels import as_pairs, find_centre, find_levels
 
 _EVERY = 8  # tokens of the text of which one is looked at
 _FLOOR = 0.1  # of M's mean, added to its diagonal: what queries of other texts may look for besides
@@ -29,20 +30,28 @@ _F64 = npt.NDArray[np.float64]
 def find_steering(q: F32Array, k: F32Array, v: F32Array, cos: F32Array, sin: F32Array, window: int) -> KeySteering:
     """From a layer's queries [tokens, heads, head_dim], K and V [kv_heads, tokens, head_dim] of one sequence.
 
-    All as attention reads them: queries and K rotated, queries scaled.
+    All as attention reads them: queries and K rotated, queries scaled. `cos` and `sin` may be of more positions, for
+    which centres and levels are found as well.
     """
-    kv_heads, _, head_dim = k.shape
-    per_kv = q.shape[1] // kv_heads
-    orders, follows = [], []
+    kv_heads, tokens, head_dim = k.shape
+    per_kv, half = q.shape[1] // kv_heads, head_dim // 2
+    turns = cos.astype(np.float64) + 1j * sin
+    stretch = np.float32(cos[0, 0] ** 2 + sin[0, 0] ** 2)  # what turning back and forth comes to; not 1 with YaRN
+    orders, follows, levels, centres = [], [], [], []
     for head in range(kv_heads):
         queries = q[:, head * per_kv : (head + 1) * per_kv].transpose(1, 0, 2)
-        energy = (k[head].astype(np.float64) ** 2).mean(axis=0)
-        order = np.argsort(-(energy[: head_dim // 2] + energy[head_dim // 2 :]), kind="stable")
         seen = _second_moment(queries, k[head], v[head], cos, sin, window)
+        unturned = as_pairs(k[head]) * turns[:tokens].conj() / stretch
+        mean = find_centre(unturned, turns)
+        level, centre = find_levels(unturned, turns, mean), np.concatenate([mean.real, mean.imag]).astype(np.float32)
+        both = np.tile(level, 2)
+        energy = ((k[head] - centre).astype(np.float64) ** 2).mean(axis=0)
+        order = np.argsort(-(energy[:half] + energy[half:]), kind="stable")
         orders.append(order.astype(np.int32))
-        follows.append(_feedback(seen, order))
-    stretch = np.float32(cos[0, 0] ** 2 + sin[0, 0] ** 2)  # what turning back and forth comes to; not 1 with YaRN
-    return KeySteering(np.stack(orders), np.stack(follows) / stretch)
+        follows.append(_feedback(_raised(seen) * np.outer(both, both), order))
+        levels.append(level)
+        centres.append(centre)
+    return KeySteering(np.stack(orders), np.stack(follows) / stretch, np.stack(levels), np.stack(centres))
 
 
 def _second_moment(queries: F32Array, k: F32Array, v: F32Array, cos: F32Array, sin: F32Array, window: int) -> _F64:
@@ -74,6 +83,12 @@ def _turned_back(moment: _F64, cos: F32Array, sin: F32Array) -> _F64:
     return moment
 
 
+def _raised(seen: _F64) -> _F64:
+    """M with more on its diagonal, so that there is something in every direction."""
+    mean = np.trace(seen) / len(seen)
+    return seen + (_FLOOR * mean if mean > 0 else 1.0) * np.eye(len(seen))
+
+
 def _feedback(seen: _F64, order: npt.NDArray[np.intp]) -> F32Array:
     """`KeySteering.follow` of one head: M = B^T D B, with D in blocks of a pair and B a unit triangle of such blocks.
 
@@ -83,8 +98,6 @@ def _feedback(seen: _F64, order: npt.NDArray[np.intp]) -> F32Array:
     half, head_dim = len(order), len(seen)
     places = np.stack([order, order + half], axis=1).reshape(-1)
     moment = seen[np.ix_(places, places)]
-    mean = np.trace(moment) / head_dim
-    moment += (_FLOOR * mean if mean > 0 else 1.0) * np.eye(head_dim)
     upper = np.linalg.cholesky(moment[::-1, ::-1])[::-1, ::-1]
     lower = (upper / np.diagonal(upper)).T
     lower[1::2] -= lower[1::2, 0::2][np.arange(half), np.arange(half), None] * lower[0::2]

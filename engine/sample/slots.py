@@ -21,6 +21,7 @@ class Slots:
     tables        per KV group int32 [slots, max blocks]
     table_len     per KV group int32 [slots]
     sampling      SAMPLE_ROW [slots]: everything but `length`; it points to `bias`
+    largest_only  bool [slots]: whether of its logits only the largest is looked at
     banned_until  int32 [slots]: generated tokens before which `banned_bias` applies instead of `bias`
     bias          (ids, values) of each slot, kept alive here because SAMPLE_ROW holds their addresses
     banned_bias   the same of the slots that have a `banned_until`
@@ -30,6 +31,7 @@ class Slots:
     tables: tuple[I32Array, ...]
     table_len: tuple[I32Array, ...]
     sampling: npt.NDArray[np.void]
+    largest_only: npt.NDArray[np.bool_]
     banned_until: I32Array
     bias: dict[int, Bias]
     banned_bias: dict[int, Bias]
@@ -42,6 +44,7 @@ def make_slots(max_slots: int, max_positions: int, max_blocks: tuple[int, ...]) 
         tuple(np.zeros((max_slots, blocks), np.int32) for blocks in max_blocks),
         tuple(np.zeros(max_slots, np.int32) for _ in max_blocks),
         np.zeros(max_slots, SAMPLE_ROW),
+        np.zeros(max_slots, np.bool_),
         np.zeros(max_slots, np.int32),
         {},
         {},

@@ -19,29 +19,30 @@ LLMCTL_INLINE float top_code(FormKind kind) { return kind == FormKind::i8 ? 127.
 // Codes of one group; `group` is a multiple of 32. Returns their sum.
 template <class Isa, class Code>
 LLMCTL_INLINE int32_t quantize_group(const float* x, int group, float top, Code* codes, float* scale) {
-  using F = typename Isa::F;
-  using I = typename Isa::I;
+  using C = typename Isa::Columns;
+  using F = typename C::F;
+  using I = typename C::I;
   // Absolute values compare as integers, and NaN is above Inf there: no NaN is lost in the maximum.
-  I largest = Isa::zero_i();
-  for (int k = 0; k < group; k += kLanes) largest = Isa::max_i(largest, Isa::bits_i(Isa::abs(Isa::load(x + k))));
-  *scale = bits_as<float>(Isa::max_lane_i(largest)) / top;
+  I largest = C::zero_i();
+  for (int k = 0; k < group; k += C::kWidth) largest = C::max_i(largest, C::bits_i(C::abs(C::load(x + k))));
+  *scale = bits_as<float>(C::max_lane_i(largest)) / top;
   if (*scale == 0.0f) {
     std::memset(codes, 0, sizeof(Code) * static_cast<std::size_t>(group));
     return 0;
   }
-  const F s = Isa::set1(*scale), high = Isa::set1(top), low = Isa::set1(-top);
-  I sum = Isa::zero_i();
-  for (int k = 0; k < group; k += kLanes) {
-    const F v = Isa::max(Isa::min(Isa::div(Isa::load(x + k), s), high), low);
-    const I code = Isa::to_int(v);
-    sum = Isa::add_i(sum, code);
+  const F s = C::set1(*scale), high = C::set1(top), low = C::set1(-top);
+  I sum = C::zero_i();
+  for (int k = 0; k < group; k += C::kWidth) {
+    const F v = C::max(C::min(C::div(C::load(x + k), s), high), low);
+    const I code = C::to_int(v);
+    sum = C::add_i(sum, code);
     if constexpr (sizeof(Code) == 1) {
-      Isa::store_i8(codes + k, code);
+      C::store_i8(codes + k, code);
     } else {
-      Isa::store_i16(codes + k, code);
+      C::store_i16(codes + k, code);
     }
   }
-  return Isa::sum_i(sum);
+  return C::sum_i(sum);
 }
 
 // The same for a group of int8 whose four codes from 4 * quad on are wide; their high parts go to `high`.

@@ -19,12 +19,13 @@ LLMCTL_INLINE typename Isa::F activate(typename Isa::F g) {
 
 template <class Isa, Activation kActivation>
 LLMCTL_INLINE void act_mul_row(const float* gate, const float* up, float* out, int n) {
+  using C = typename Isa::Columns;
   int k = 0;
-  for (; k + kLanes <= n; k += kLanes) {
-    Isa::store(out + k, Isa::mul(activate<Isa, kActivation>(Isa::load(gate + k)), Isa::load(up + k)));
+  for (; k + C::kWidth <= n; k += C::kWidth) {
+    C::store(out + k, C::mul(activate<C, kActivation>(C::load(gate + k)), C::load(up + k)));
   }
-  if (k < n) {
-    const int left = n - k;
+  for (; k < n; k += kLanes) {
+    const int left = least(n - k, kLanes);
     const auto g = activate<Isa, kActivation>(Isa::load_part(gate + k, left));
     Isa::store_part(out + k, Isa::mul(g, Isa::load_part(up + k, left)), left);
   }

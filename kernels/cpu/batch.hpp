@@ -20,7 +20,7 @@ constexpr int kMaxLatentWidth = kMaxHeadDim + kMaxLatentRope;
 constexpr int kMaxNope = 256;
 constexpr int kMaxInt8Group = 8192;  // 8192 x 128 x 2047 is just below 2^31
 
-enum Count : int { kRows = 0, kSeqs = 1, kLogitRows = 2 };  // indices into Batch::counts
+enum Count : int { kRows = 0, kSeqs = 1, kLogitRows = 2, kLargestOnly = 3 };  // indices into Batch::counts
 
 struct Batch {
   const int32_t* counts;
@@ -136,10 +136,13 @@ struct Latents {
 };
 
 // KeySteering of kernels/ops.py: null without one. For each KV head the pairs in order of rounding [head_dim / 2], and
-// what an error of each does to the pairs behind it [head_dim / 2][4][width].
+// what an error of each does to the pairs behind it [head_dim / 2][4][width]. Also null where there are none: levels of
+// the pairs [head_dim / 2] and the centre [head_dim].
 struct Steering {
   const int32_t* order;
   const float* follow;
+  const float* level;
+  const float* centre;
 
   static constexpr int width(int head_dim) { return (head_dim / 2 + 7) / 8 * 8; }
 };

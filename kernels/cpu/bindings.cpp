@@ -18,6 +18,7 @@
 #include "probe.hpp"
 #include "program.hpp"
 #include "sampler.hpp"
+#include "screen_stages.hpp"
 #include "table.hpp"
 
 namespace nb = nanobind;
@@ -249,7 +250,7 @@ std::shared_ptr<Op> norm_add(const Batch& batch, const Rows& x, Address weight, 
 }
 
 std::shared_ptr<Op> linear(const Batch& batch, const Act& act, const Weight& weight, Address order, Address bias,
-                           const Rows& out, bool add, bool logit_rows_only, nb::handle) {
+                           const Rows& out, bool add, bool logit_rows_only, bool may_screen, nb::handle) {
   require(act.k == weight.k, "activations of width " + text(act.k) + " for a weight of " + text(weight.k) + " inputs");
   require_width("linear output", out, static_cast<long>(weight.panels) * kPanel);
   Form form{};
@@ -263,12 +264,19 @@ std::shared_ptr<Op> linear(const Batch& batch, const Act& act, const Weight& wei
                                        " form of group " + text(weight.group) + (order != 0 ? " in its order" : ""));
   }
   const LinearArgs args{batch, act, form, weight, at<const float>(bias), out, add, logit_rows_only};
+  if (may_screen && chosen()->screen != nullptr && weight.kind == WeightKind::int8 && logit_rows_only && bias == 0 &&
+      !add) {
+    const auto screen = std::make_shared<Screen>(*chosen(), args);
+    return make_op(std::make_unique<ScreenRowsStage>(screen), std::make_unique<ScreenStage>(screen),
+                   std::make_unique<ScreenedStage>(screen));
+  }
   return make_op(std::make_unique<LinearStage>(*chosen(), args));
 }
 
 std::shared_ptr<Op> rope_store(const Batch& batch, const Rows& q, const Rows& k, const Rows& v, Address q_norm,
                                Address k_norm, float norm_eps, Address cos, Address sin, int num_heads, float q_scale,
-                               const Kv& kv, Address steer_order, Address steer_follow, nb::handle) {
+                               const Kv& kv, Address steer_order, Address steer_follow, Address steer_level,
+                               Address steer_centre, nb::handle) {
   require_heads(num_heads, kv);
   require_width("query", q, static_cast<long>(num_heads) * kv.head_dim);
   require_width("key", k, static_cast<long>(kv.num_kv_heads) * kv.head_dim);
@@ -285,7 +293,8 @@ std::shared_ptr<Op> rope_store(const Batch& batch, const Rows& q, const Rows& k,
                            num_heads,
                            q_scale,
                            kv,
-                           {at<const int32_t>(steer_order), at<const float>(steer_follow)}};
+                           {at<const int32_t>(steer_order), at<const float>(steer_follow),
+                            at<const float>(steer_level), at<const float>(steer_centre)}};
   return make_op(std::make_unique<RopeStoreStage>(*chosen(), args));
 }
 
@@ -472,10 +481,10 @@ NB_MODULE(_cpu, m) {
   m.def("norm_add", &norm_add, "batch"_a, "x"_a, "weight"_a, "width"_a, "eps"_a, "out"_a, "owner"_a,
         nb::keep_alive<0, 7>());
   m.def("linear", &linear, "batch"_a, "act"_a, "weight"_a, "order"_a, "bias"_a, "out"_a, "add"_a, "logit_rows_only"_a,
-        "owner"_a, nb::keep_alive<0, 9>());
+        "may_screen"_a, "owner"_a, nb::keep_alive<0, 10>());
   m.def("rope_store", &rope_store, "batch"_a, "q"_a, "k"_a, "v"_a, "q_norm"_a, "k_norm"_a, "norm_eps"_a, "cos"_a,
-        "sin"_a, "num_heads"_a, "q_scale"_a, "kv"_a, "steer_order"_a, "steer_follow"_a, "owner"_a,
-        nb::keep_alive<0, 15>());
+        "sin"_a, "num_heads"_a, "q_scale"_a, "kv"_a, "steer_order"_a, "steer_follow"_a, "steer_level"_a,
+        "steer_centre"_a, "owner"_a, nb::keep_alive<0, 17>());
   m.def("attend", &attend, "batch"_a, "q"_a, "num_heads"_a, "kv"_a, "window"_a, "max_positions"_a, "act"_a, "owner"_a,
         nb::keep_alive<0, 8>());
   m.def("latent", &latent, "batch"_a, "q"_a, "latents"_a, "kv_norm"_a, "norm_eps"_a, "up"_a, "order"_a, "cos"_a,

@@ -12,6 +12,7 @@
 #include "norm_add.hpp"
 #include "rope_store.hpp"
 #include "sample.hpp"
+#include "screen.hpp"
 #include "table.hpp"
 
 namespace llmctl::cpu {
@@ -42,6 +43,11 @@ LLMCTL_INLINE constexpr Table make_table() {
   t.linear[static_cast<int>(WeightKind::int4)] = linear<Isa, Int4Tile<Isa, WeightKind::int4>>;
   t.linear[static_cast<int>(WeightKind::int4_min)] = linear<Isa, Int4Tile<Isa, WeightKind::int4_min>>;
   t.linear[static_cast<int>(WeightKind::int4_int)] = linear<Isa, Int4Tile<Isa, WeightKind::int4_int>>;
+  if constexpr (Isa::Columns::kScreens) {
+    t.screen_norms = screen_norms<Isa>;
+    t.screen_rows = screen_rows<Isa>;
+    t.screen = linear<Isa, ScreenTile<Isa>>;
+  }
   t.rope_store = rope_store_tasks<Isa>;
   set_attend<Isa, KvF32>(t, KvKind::f32);
   set_attend<Isa, KvF16>(t, KvKind::f16);

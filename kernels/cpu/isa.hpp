@@ -193,6 +193,7 @@ struct Avx2 {
 
   // ---- integer dot products over 8 columns
   static constexpr bool kLongSums = false;  // whether a Sum4 is as good as an I for any number of k
+  static constexpr bool kScreens = false;   // whether dot4 has codes of int8
   using Codes4 = __m256i;  // 8 columns x 4 consecutive k, one byte each
   using Sum4 = __m256i;    // running sum of int4 products: int16 pairs, good for 32 k (16 x 15 x 127 = 30480)
   using X4 = __m256i;      // 4 int8 activations, repeated
@@ -395,6 +396,7 @@ struct Generic {
   };
   using Sum4 = I;
   static constexpr bool kLongSums = true;
+  static constexpr bool kScreens = false;
   struct X4 {
     I k[4];
   };

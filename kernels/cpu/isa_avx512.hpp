@@ -1,7 +1,8 @@
 // AVX-512 F, BW, DQ, VL with VNNI: the 8-lane primitives of `Avx2` on 32 registers, and columns of 16 lanes.
 //
-// Everything but linear tiles and attention's strips keeps 8 lanes: the bits are then those of `Avx2`. Those two have
-// them too, since integer sums are exact and a lane is a column, a position or a dimension whatever the width.
+// Sums of floats over lanes keep 8 lanes: the bits are then those of `Avx2`. What uses columns (linear tiles, attention's
+// strips, activations and their quantized forms) has them too, since integer sums and maxima are exact and a lane is a
+// column, a position or a dimension whatever the width.
 #pragma once
 
 #include "isa.hpp"
@@ -28,7 +29,10 @@ struct Avx512 : Avx2 {
     LLMCTL_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
     LLMCTL_INLINE F sub(F a, F b) { return _mm512_sub_ps(a, b); }
     LLMCTL_INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+    LLMCTL_INLINE F div(F a, F b) { return _mm512_div_ps(a, b); }
     LLMCTL_INLINE F max(F a, F b) { return _mm512_max_ps(a, b); }
+    LLMCTL_INLINE F min(F a, F b) { return _mm512_min_ps(a, b); }
+    LLMCTL_INLINE F abs(F a) { return _mm512_abs_ps(a); }
     LLMCTL_INLINE F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
     LLMCTL_INLINE F times_power(F a, F n) { return _mm512_scalef_ps(a, n); }
     LLMCTL_INLINE F fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
@@ -55,6 +59,11 @@ struct Avx512 : Avx2 {
     LLMCTL_INLINE I add_i(I a, I b) { return _mm512_add_epi32(a, b); }
     LLMCTL_INLINE I sub_i(I a, I b) { return _mm512_sub_epi32(a, b); }
     LLMCTL_INLINE I mul_i(I a, I b) { return _mm512_mullo_epi32(a, b); }
+    LLMCTL_INLINE I max_i(I a, I b) { return _mm512_max_epi32(a, b); }
+    LLMCTL_INLINE int32_t max_lane_i(I a) { return _mm512_reduce_max_epi32(a); }
+    LLMCTL_INLINE int32_t sum_i(I a) { return _mm512_reduce_add_epi32(a); }
+    LLMCTL_INLINE F bits_f(I a) { return _mm512_castsi512_ps(a); }
+    LLMCTL_INLINE I bits_i(F a) { return _mm512_castps_si512(a); }
     template <int kBits>
     LLMCTL_INLINE I shift_left(I a) {
       return _mm512_slli_epi32(a, kBits);
@@ -74,6 +83,7 @@ struct Avx512 : Avx2 {
     using Sum4 = __m512i;
     using X4 = __m512i;
     static constexpr bool kLongSums = true;
+    static constexpr bool kScreens = true;
     LLMCTL_INLINE void load_codes4(const uint8_t* p, Codes4& low, Codes4& high) {
       const __m512i bytes = _mm512_loadu_si512(p);
       const __m512i nibble = _mm512_set1_epi8(15);
@@ -84,6 +94,14 @@ struct Avx512 : Avx2 {
       const __m128i left = _mm_cvtsi32_si128(upper != 0 ? 0 : 4);
       const __m512i bytes = _mm512_sll_epi16(_mm512_loadu_si512(p), left);
       return _mm512_and_si512(bytes, _mm512_set1_epi8(static_cast<char>(0xF0)));
+    }
+    // int8 in pairs of k, two of them behind one another: each column's four codes, 128 larger.
+    LLMCTL_INLINE Codes4 load_two_pairs(const uint8_t* p) {
+      const __m512i evens = _mm512_setr_epi32(0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005, 0x160006,
+                                              0x170007, 0x180008, 0x190009, 0x1A000A, 0x1B000B, 0x1C000C, 0x1D000D,
+                                              0x1E000E, 0x1F000F);
+      const __m512i in_columns = _mm512_permutexvar_epi16(evens, _mm512_loadu_si512(p));
+      return _mm512_xor_si512(in_columns, _mm512_set1_epi8(static_cast<char>(0x80)));
     }
     LLMCTL_INLINE Sum4 zero_sum4() { return _mm512_setzero_si512(); }
     LLMCTL_INLINE X4 broadcast_x4(const int8_t* x) { return broadcast_word(x); }
@@ -96,6 +114,9 @@ struct Avx512 : Avx2 {
     LLMCTL_INLINE Codes2 load_pairs(const int16_t* p) { return _mm512_loadu_si512(p); }
     LLMCTL_INLINE void store_i16(int16_t* p, I v) {
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(v));
+    }
+    LLMCTL_INLINE void store_i8(int8_t* p, I v) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(v));
     }
     LLMCTL_INLINE X2 broadcast_x2(const int16_t* x) { return broadcast_word(x); }
     LLMCTL_INLINE I dot2(I sum, Codes2 w, X2 x) { return _mm512_dpwssd_epi32(sum, w, x); }

@@ -40,6 +40,7 @@ LLMCTL_NOINLINE void finish_tile(const LinearArgs& a, const float* sums, int row
 
 // For tiles that read the act as it is.
 struct NothingPrepared {
+  using Args = LinearArgs;
   static constexpr int kTogether = 1 << 20;
   static long room_for_row(const LinearArgs&) { return 0; }
   template <int kRows>
@@ -70,7 +71,7 @@ LLMCTL_INLINE Ahead ahead_of(const LinearArgs& a, int panel, bool is_first, int 
 }
 
 template <class Isa, class Tile, int kRows, int kPanels>
-LLMCTL_INLINE void run_tile(const LinearArgs& a, const TileRows& rows, int panel) {
+LLMCTL_INLINE void run_tile(const typename Tile::Args& a, const TileRows& rows, int panel) {
   alignas(64) float sums[kPanels * kRows * kPanel];
   for (int i = 0; i < kRows; ++i) {
     const float* out = a.out.row(rows.row + i) + static_cast<long>(panel) * kPanel;
@@ -96,7 +97,7 @@ LLMCTL_INLINE void with_height(int count, const Visit& visit) {
 // rows pass by, of which Tile::kTogether tiles are prepared at a time. Rows that are one tile wait for memory, which
 // likes one panel after the other; more wait for the loads of their values, which two panels share.
 template <class Isa, class Tile>
-LLMCTL_NOINLINE void linear(const LinearArgs& a, int panel_begin, int panel_end, int row_begin, int row_end,
+LLMCTL_NOINLINE void linear(const typename Tile::Args& a, int panel_begin, int panel_end, int row_begin, int row_end,
                             int act_row) {
   const int rows = row_end - row_begin;
   if (rows == 0) return;

@@ -239,6 +239,7 @@ LLMCTL_NOINLINE void tile_int4(const uint8_t* __restrict w, long next, Ahead ahe
 
 template <class Isa, WeightKind kKind>
 struct Int4Tile {
+  using Args = LinearArgs;
   using C = typename Isa::Columns;
   static constexpr int kMaxRows = C::kIntRows, kPanels = C::kIntPanels, kStep = 8;
   static constexpr int kTogether = (16 + kMaxRows - 1) / kMaxRows;

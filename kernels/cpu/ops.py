@@ -131,7 +131,8 @@ def build_linear(args: LinearArgs) -> tuple[_cpu.Op, ...]:
     form = find_form(args.act, args.weight)
     order = 0 if form is None else _order(form.order, args.act.k)
     act, weight, out = _act(args.act), _weight(args.weight), _rows(args.out)
-    return (_cpu.linear(_batch(args.batch), act, weight, order, bias, out, args.add, args.logit_rows_only, args),)
+    flags = args.add, args.logit_rows_only, args.may_screen
+    return (_cpu.linear(_batch(args.batch), act, weight, order, bias, out, *flags, args),)
 
 
 def accepts_rope_store(args: RopeStoreArgs) -> str | None:
@@ -383,17 +384,27 @@ def _wide(form: ActForm, k: int) -> int:
     return _address(form.wide, np.uint8)
 
 
-def _steering(kv: KVLayer) -> tuple[int, int]:
-    """Addresses of the steering's order and follow, zeros without one."""
+def _steering(kv: KVLayer) -> tuple[int, int, int, int]:
+    """Addresses of the steering's order, follow, levels and centre, zeros without one."""
     steering, heads, half = kv.steering, kv.num_kv_heads, kv.head_dim // 2
     if steering is None:
-        return 0, 0
+        return 0, 0, 0, 0
     shape = heads, half, 4, steering_width(kv.head_dim)
     if not np.array_equal(np.sort(steering.order, axis=1), np.tile(np.arange(half), (heads, 1))):
         raise ValueError(f"a steering's order is not a permutation of {half} pairs for each of {heads} heads")
     if steering.follow.shape != shape:
         raise ValueError(f"a steering's follow has shape {steering.follow.shape}, not {shape}")
-    return _address(steering.order, np.int32), _address(steering.follow, np.float32)
+    level, centre = steering.level, steering.centre
+    if level is not None and (level.shape != (heads, half) or (level <= 0).any() or (np.frexp(level)[0] != 0.5).any()):
+        raise ValueError(f"a steering's levels are not powers of two and {[heads, half]}: {level.tolist()}")
+    if centre is not None and (centre.shape != (heads, kv.head_dim) or not np.isfinite(centre).all()):
+        raise ValueError(f"a steering's centre is not finite and {[heads, kv.head_dim]}: {centre.tolist()}")
+    return (
+        _address(steering.order, np.int32),
+        _address(steering.follow, np.float32),
+        0 if level is None else _address(level, np.float32),
+        0 if centre is None else _address(centre, np.float32),
+    )
 
 
 def _kv(kv: KVLayer, batch: Batch) -> _cpu.Kv:

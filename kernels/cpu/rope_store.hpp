@@ -35,6 +35,31 @@ LLMCTL_INLINE void rotate_head(float* head, int half, const float* weight, float
   }
 }
 
+// The centre off one head of K, and its pairs divided by their levels. Levels are powers of two: they round nothing.
+template <class Isa>
+LLMCTL_INLINE void level_key(float* key, int half, const float* centre, const float* level) {
+  for (int d = 0; d < 2 * half; d += kLanes) {
+    if (centre != nullptr) Isa::store(key + d, Isa::sub(Isa::load(key + d), Isa::load(centre + d)));
+  }
+  for (int d = 0; level != nullptr && d < half; d += kLanes) {
+    const int n = least(kLanes, half - d);
+    const auto l = load_some<Isa>(level + d, n);
+    store_some<Isa>(key + d, Isa::div(load_some<Isa>(key + d, n), l), n);
+    store_some<Isa>(key + half + d, Isa::div(load_some<Isa>(key + half + d, n), l), n);
+  }
+}
+
+// One query head for keys with these levels.
+template <class Isa>
+LLMCTL_INLINE void level_query(float* head, int half, const float* level) {
+  for (int d = 0; d < half; d += kLanes) {
+    const int n = least(kLanes, half - d);
+    const auto l = load_some<Isa>(level + d, n);
+    store_some<Isa>(head + d, Isa::mul(load_some<Isa>(head + d, n), l), n);
+    store_some<Isa>(head + half + d, Isa::mul(load_some<Isa>(head + half + d, n), l), n);
+  }
+}
+
 constexpr float kSteerBelow = 1e18f;  // no sum of steering can overflow below it
 
 template <class Isa>
@@ -211,13 +236,17 @@ LLMCTL_NOINLINE void rope_store_tasks(const RopeStoreArgs& a, int task_begin, in
     const int position = a.batch.position[row];
     const float* cos = a.cos == nullptr ? nullptr : a.cos + static_cast<long>(position) * half;
     const float* sin = a.cos == nullptr ? nullptr : a.sin + static_cast<long>(position) * half;
+    const float* level = a.steer.level == nullptr ? nullptr : a.steer.level + static_cast<long>(kv_head) * half;
+    const float* centre = a.steer.centre == nullptr ? nullptr : a.steer.centre + static_cast<long>(kv_head) * dim;
     for (int j = 0; j < heads_per_kv; ++j) {
       float* q = a.q.row(row) + static_cast<long>(kv_head * heads_per_kv + j) * dim;
       rotate_head<Isa>(q, half, a.q_norm, a.norm_eps, cos, sin, a.q_scale * a.kv.key_scale(kv_head));
+      if (level != nullptr) level_query<Isa>(q, half, level);
     }
     float* k = a.k.row(row) + static_cast<long>(kv_head) * dim;
     const float* v = a.v.row(row) + static_cast<long>(kv_head) * dim;
     rotate_head<Isa>(k, half, a.k_norm, a.norm_eps, cos, sin, 1.0f / a.kv.key_scale(kv_head));
+    level_key<Isa>(k, half, centre, level);
     const int32_t* table = a.kv.table + a.batch.slot[row] * a.kv.max_blocks;
     const long block = table[position / a.kv.block_size];
     const int offset = position % a.kv.block_size;

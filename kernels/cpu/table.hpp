@@ -5,6 +5,8 @@
 // `act_row` arguments say which row of the Act stands for row 0: 0, or the first private row of the calling thread.
 #pragma once
 
+#include <atomic>
+
 #include "batch.hpp"
 
 namespace llmctl::cpu {
@@ -43,6 +45,17 @@ struct LinearArgs {
   Rows out;
   bool add;
   bool logit_rows_only;
+};
+
+// A linear whose readers look for each row's largest output alone, on rows of 8 bits: what they leave open of an output
+// is at most norms[output] * reach[row].
+struct ScreenArgs : LinearArgs {  // its form is that of the 8 bits
+  Form exact;                     // i16
+  float* norms;                   // [panels * 16], of each output's weights
+  float* reach;                   // [rows]
+  float* upper;                   // [panels][rows]: none of the panel's outputs is above it
+  std::atomic<float>* best;       // [rows]: the largest output is not below it
+  int rows;                       // room for so many
 };
 
 struct RopeStoreArgs {
@@ -208,6 +221,10 @@ struct Table {
   void (*norm_add)(const NormAddArgs&, int row_begin, int row_end);
   void (*linear[kWeightKinds])(const LinearArgs&, int panel_begin, int panel_end, int row_begin, int row_end,
                                int act_row);
+  // Null where an instruction set gains nothing by it: norms of panels, the form of 8 bits and the reach of rows, outputs.
+  void (*screen_norms)(const ScreenArgs&, int panel_begin, int panel_end);
+  void (*screen_rows)(const ScreenArgs&, int row_begin, int row_end);
+  void (*screen)(const ScreenArgs&, int panel_begin, int panel_end, int row_begin, int row_end, int act_row);
   // Tasks are row * num_kv_heads + kv_head: that KV head and the query heads that read it.
   void (*rope_store)(const RopeStoreArgs&, int task_begin, int task_end);
   // One split of a tile to `partials` (layout: attend.hpp); `next` is the one that the thread will probably do next.

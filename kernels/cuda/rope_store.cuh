@@ -93,12 +93,14 @@ LLMCTL_DEVICE bool is_finite(float v) { return (bits_of(v) & 0x7f800000u) != 0x7
 //   kv_scales       float32 [2, KV heads] of an fp8 layer, or null: K and V are divided by them, queries multiplied
 //   order, follow   KeySteering's (kSteered: of an 8-bit format, whole heads rotated in halves or not at all, so
 //                   `interleaved` is 0)
+//   level, centre   KeySteering's, or null; for a steered layer alone
 //   q_scale         queries are multiplied with it
 template <class Act, class Kv, int kHeadDim, bool kSteered>
 __global__ void LLMCTL_THREADS(128)
     rope_store(Act* q, const Act* k, const Act* v, uint8_t* arena, const int32_t* tables, const int32_t* slot,
                const int32_t* position, const int32_t* num_rows, const Act* q_norm, const Act* k_norm, const float* cos,
                const float* sin, const float* kv_scales, const int32_t* order, const float* follow,
+               const float* level, const float* centre,
                int64_t block_stride, int64_t layer_offset, int max_blocks, int heads, int kv_heads, int q_stride,
                int kv_stride, int rotary, int interleaved, float eps, float q_scale, int block_bits) {
   static_assert(!kSteered || sizeof(Kv) == 1);
@@ -166,6 +168,17 @@ __global__ void LLMCTL_THREADS(128)
     }
     a[i] *= factor;
     b[i] *= factor;
+    if constexpr (kSteered) {
+      if (!exists[i]) continue;
+      if (is_key && centre != nullptr) {
+        a[i] -= centre[kv_head * kHeadDim + dim_a[i]];
+        b[i] -= centre[kv_head * kHeadDim + dim_b[i]];
+      }
+      const uint32_t l = bits_of(level == nullptr ? 1.0f : level[of_scales * (kHeadDim / 2) + dim_a[i]]);
+      const float by = float_of(is_key ? 0x7f000000u - l : l);  // one over a power of two
+      a[i] *= by;
+      b[i] *= by;
+    }
   }
   if (!is_key) {
     Act* to = q + static_cast<int64_t>(row) * q_stride + head * kHeadDim;

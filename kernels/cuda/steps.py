@@ -169,6 +169,8 @@ def build_rope_store(args: RopeStoreArgs, machine: Machine) -> tuple[StepOp]:
         constant(args.cos, "f32"), constant(args.sin, "f32"), constant(kv.scales, "f32"),
         ptr(0 if steering is None else machine.upload(steering.order)),
         constant(None if steering is None else steering.follow, "f32"),
+        constant(None if steering is None else steering.level, "f32"),
+        constant(None if steering is None else steering.centre, "f32"),
         i64(kv.block_stride), i64(kv.layer_offset), i32(table.shape[1]), i32(args.num_heads), i32(kv.num_kv_heads),
         i32(args.q.shape[1]), i32(args.k.shape[1]), i32(0 if args.cos is None else kv.head_dim), i32(0),
         f32(args.norm_eps), f32(args.q_scale), i32(block_bits(kv.block_size)),

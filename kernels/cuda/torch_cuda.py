@@ -125,7 +125,7 @@ class CudaOps:
         nothing = _p(None)
         arguments = (
             nothing, _p(k), _p(v), _p(arena), _p(tables), _p(slots), _p(positions), _p(counts),
-            *(nothing,) * 7, i64(arena.stride(0)), i64(layer_offset), i32(tables.shape[1]), i32(0), i32(heads),
+            *(nothing,) * 9, i64(arena.stride(0)), i64(layer_offset), i32(tables.shape[1]), i32(0), i32(heads),
             i32(0), i32(heads * dim), i32(0), i32(0), f32(0.0), f32(1.0), i32(block_bits(block_size)),
         )  # fmt: skip
         self.launcher.launch(kernel, (count, -(-heads // rows.HEADS_PER_BLOCK), 1), _THREADS, 0, arguments)

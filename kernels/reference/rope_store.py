@@ -32,6 +32,8 @@ class RopeStore:
         per_query = k_scale.repeat_interleave(args.num_heads // args.kv.num_kv_heads)
         q.copy_(self._rotate(q, positions) * (args.q_scale * per_query)[:, None])
         k.copy_(self._rotate(k, positions) / k_scale[:, None])
+        if args.kv.steering is not None and args.kv.format.bytes_per_value == 1:
+            self._level(q, k, args.kv.steering)
         self._store(k, v if args.kv.scales is None else v * (1 / v_scale)[:, None], rows)
 
     def _heads(self, rows_of: F32Array, rows: int, heads: int) -> torch.Tensor:
@@ -46,6 +48,15 @@ class RopeStore:
         sin = torch.from_numpy(self.args.sin)[positions].double()[:, None, :]
         a, b = x.double().chunk(2, dim=2)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=2)
+
+    def _level(self, q: torch.Tensor, k: torch.Tensor, steering: KeySteering) -> None:
+        """The centre off K, and levels from K to queries; in float32, as every kernel has to do it."""
+        if steering.centre is not None:
+            k -= torch.from_numpy(steering.centre)
+        if steering.level is not None:
+            level = torch.from_numpy(steering.level).repeat(1, 2)
+            k /= level
+            q *= level.repeat_interleave(self.args.num_heads // self.args.kv.num_kv_heads, dim=0)
 
     def _store(self, k: torch.Tensor, v: torch.Tensor, rows: int) -> None:
         batch, kv = self.args.batch, self.args.kv

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,9 @@ from llmctl.engine.config import EngineConfig
 from llmctl.engine.load.hub import Source
 from llmctl.engine.load.packed import PackedModel, open_packed
 from llmctl.engine.plan import resolve
-from llmctl.engine.runner import kv_fit
+from llmctl.engine.runner import kv_fit, steering
 from llmctl.engine.runner.runner import Runner
+from llmctl.engine.score import Scorer
 from llmctl.kernels.errors import CheckpointError
 from llmctl.kernels.ops import KVLayer
 
@@ -94,6 +96,15 @@ def test_a_scale_of_another_shape_is_refused(folder: Path) -> None:
     assert "each of 2 KV heads" in caught.value.hint
 
 
+def test_a_centre_is_taken_off_k_as_its_scales_leave_it(folder: Path) -> None:
+    steering = layers_of(open_tiny(folder), "int8")[0].steering
+    assert steering is not None and steering.centre is not None
+    how = replace(steering, centre=np.full_like(steering.centre, 6.0))
+    scaled = kv_fit._of_scaled(how, np.array([[2.0, 0.5], [1.0, 1.0]], np.float32)).centre
+    assert scaled is not None and (scaled[0] == 3).all() and (scaled[1] == 12).all()
+    assert kv_fit._of_scaled(how, None) is how
+
+
 @pytest.mark.parametrize(("largest", "scale"), [(10.0, None), (223.0, None), (300.0, 2.0), (1000.0, 8.0)])
 def test_without_them_a_power_of_two_keeps_what_the_probe_saw_twice_in_range(
     folder: Path, largest: float, scale: float | None
@@ -116,3 +127,33 @@ def test_a_fit_that_cannot_be_written_leaves_nothing_behind(folder: Path, monkey
     monkeypatch.setattr(os, "replace", full)
     assert layers_of(model, "int8")[0].steering is not None
     assert not [path for path in model.folder.iterdir() if "kv-fit" in path.name]
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_large_constants_in_k_cost_a_fraction_with_centres_and_levels(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pairs that turn slowly, which have centres, and in a faster one, for whose range levels are."""
+    folder = write_checkpoint(tmp_path, "qwen2")
+    name = "model.layers.{}.self_attn.k_proj.bias"
+    tensors = load_file(folder / "model.safetensors")
+    for layer in (0, 1):
+        bias = tensors[name.format(layer)].reshape(2, 16)
+        bias[:, [6, 7, 15]] = 50.0
+        bias[:, 2] = 8.0
+    save_file(tensors, folder / "model.safetensors")
+    model, tokens = open_tiny(folder), np.random.default_rng(5).integers(3, 300, 120).tolist()
+
+    def log_probs(kind: str) -> np.ndarray:
+        logits = Scorer(model, len(tokens), EngineConfig(kv_cache_dtype=kind, threads=1)).logits(tokens)
+        return logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
+
+    def divergence(kind: str) -> float:
+        return float((np.exp(exact) * (exact - log_probs(kind))).sum(axis=1).mean())
+
+    exact = log_probs("float32")
+    fitted = divergence(kind)
+    monkeypatch.setattr(kv_fit, "VERSION", 0)
+    monkeypatch.setattr(steering, "find_centre", lambda k, _: np.zeros(k.shape[1], np.complex128))
+    monkeypatch.setattr(steering, "find_levels", lambda k, *_: np.ones(k.shape[1], np.float32))
+    assert 0 < fitted < 0.1 * divergence(kind)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmctl.engine.runner.steering import _feedback, _turned_back, find_steering
+from llmctl.engine.runner.steering import _feedback, _raised, _turned_back, find_steering
 from llmctl.kernels import _cpu
 from llmctl.kernels.cpu import ops as cpu
 from llmctl.kernels.formats import KVFormat
@@ -57,7 +57,7 @@ def moments(dim: int) -> np.ndarray:
 def steering(dim: int) -> KeySteering:
     rng = np.random.default_rng(3)
     orders = [rng.permutation(dim // 2) for _ in range(HEADS)]
-    follows = [_feedback(moment, order) for moment, order in zip(moments(dim), orders, strict=True)]
+    follows = [_feedback(_raised(moment), order) for moment, order in zip(moments(dim), orders, strict=True)]
     return KeySteering(np.stack(orders).astype(np.int32), np.stack(follows))
 
 
@@ -76,6 +76,25 @@ def test_every_instruction_set_chooses_the_codes_of_the_reference(kind: str, dim
     ours, _, _ = stored(kind, k, steering(dim))
     expected, _, _ = stored(kind, k, steering(dim), reference=True)
     assert np.array_equal(ours, expected)
+
+
+def levelled(dim: int) -> KeySteering:
+    """With levels, and centres of half the pairs."""
+    rng = np.random.default_rng(4)
+    level = np.exp2(rng.integers(-5, 6, (HEADS, dim // 2))).astype(np.float32)
+    centre = 30 * rng.standard_normal((HEADS, dim)) * np.tile(rng.integers(0, 2, dim // 2), 2)
+    return dataclasses.replace(steering(dim), level=level, centre=centre.astype(np.float32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dim", [8, 24, 64])
+def test_so_does_it_with_levels_and_centres(kind: str, dim: int, isa: str) -> None:
+    k = some_keys(dim)
+    k[3, 0, 1], k[5, 1, 2], k[7], k[8, 1, 0] = np.nan, np.inf, 0.0, 3e30
+    ours, _, meant = stored(kind, k, levelled(dim))
+    expected, _, same = stored(kind, k, levelled(dim), reference=True)
+    assert np.array_equal(ours, expected) and np.array_equal(meant, same, equal_nan=True)
+    assert not np.array_equal(ours, stored(kind, k, steering(dim))[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,3 +153,9 @@ def test_a_steering_of_other_sizes_is_refused() -> None:
     twice = dataclasses.replace(steering(16), order=np.zeros((HEADS, 8), np.int32))
     with pytest.raises(ValueError, match="not a permutation of 8 pairs"):
         stored("int8", some_keys(16), twice)
+    level = np.ones((HEADS, 8), np.float32)
+    level[1, 3] = 1.5
+    with pytest.raises(ValueError, match="levels are not powers of two"):
+        stored("int8", some_keys(16), dataclasses.replace(steering(16), level=level))
+    with pytest.raises(ValueError, match="centre is not finite and .2, 16."):
+        stored("int8", some_keys(16), dataclasses.replace(steering(16), centre=np.zeros((HEADS, 8), np.float32)))

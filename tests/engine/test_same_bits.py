@@ -215,6 +215,23 @@ def test_the_default_model_gives_the_same_tokens_and_logprobs(dtype: str) -> Non
         assert run("", dtype, way, requests) == calm, way.name
 
 
+@pytest.mark.parametrize("others", [{}, {"logprobs": 2}, {"temperature": 0.8, "seed": 3}])
+def test_many_that_want_the_likeliest_token_alone_get_those_of_each_by_itself(others: dict[str, int | float]) -> None:
+    """Of many rows the head computes only what may be the largest logit, where nobody looks at another."""
+    rng = random.Random(5)
+    prompts = [[rng.randrange(3, 49152) for _ in range(rng.randrange(4, 40))] for _ in range(20)]
+    greedy = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    wanted = [SamplingParams(**{**greedy, **(others if i % 9 == 4 else {})}) for i in range(len(prompts))]
+    with LLM("", max_model_len=128, speculative_config=OFF) as llm:
+        together = llm.generate(prompts, wanted)
+        whole = [SamplingParams(**{**greedy, **(others if i % 9 == 4 else {}), "logprobs": 2}) for i in range(20)]
+        alone = [llm.generate([prompt], params)[0] for prompt, params in zip(prompts, whole, strict=True)]
+    for found, expected in zip(together, alone, strict=True):
+        assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+    if "logprobs" in others:
+        assert together[4].outputs[0].logprobs == alone[4].outputs[0].logprobs
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_the_default_model_gives_the_same_bits_in_every_way(dtype: str) -> None:

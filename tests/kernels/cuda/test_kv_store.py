@@ -38,7 +38,9 @@ def steering(dim: int) -> KeySteering:
     rng, half = np.random.default_rng(3), dim // 2
     order = np.stack([rng.permutation(half) for _ in range(KV_HEADS)]).astype(np.int32)
     follow = np.triu(rng.standard_normal((KV_HEADS, 4, half, half)) * 0.2, 1).transpose(0, 2, 1, 3)
-    return KeySteering(order, np.ascontiguousarray(follow, np.float32))
+    level = np.exp2(rng.integers(-4, 5, (KV_HEADS, half))).astype(np.float32)
+    centre = (9 * rng.standard_normal((KV_HEADS, dim)) * rng.integers(0, 2, dim)).astype(np.float32)
+    return KeySteering(order, np.ascontiguousarray(follow, np.float32), level, centre)
 
 
 def store(kv: KVLayer, turn: bool) -> RopeStoreArgs:
