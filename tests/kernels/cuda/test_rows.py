@@ -200,7 +200,7 @@ def test_heads_are_normed_rotated_and_stored_as_the_format_says(
         {"q": q, "k": k, "v": v, "arena": arena, "tables": torch.tensor([[3, 1, 4], [2, 0, 0]], dtype=torch.int32),
          "slot": ints(0, 1, 0), "position": ints(*positions), "rows": ints(3),
          "q_norm": q_norm if norm else None, "k_norm": k_norm if norm else None,
-         "cos": cos, "sin": sin, "scales": None, "order": None, "follow": None,
+         "cos": cos, "sin": sin, "scales": None, "order": None, "follow": None, "level": None, "centre": None,
          "stride": ctypes.c_int64(stride), "offset": ctypes.c_int64(offset),
          "max_blocks": i32(3), "heads": i32(heads), "kv_heads": i32(kv_heads), "q_stride": i32(heads * dim),
          "kv_stride": i32(kv_heads * dim), "rotary": i32(0 if rope == "none" else dim),
