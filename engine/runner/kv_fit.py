@@ -38,10 +38,11 @@ from .steering import find_steering
 
 log = logging.getLogger(__name__)
 
-VERSION = 4
+VERSION = 5
 PROBE_TOKENS = 512
 HEADROOM = 2.0  # the largest value of fp8 is so many times what a text was seen to reach
 _ARRAYS = "order", "follow", "level", "centre"  # of KeySteering, in the file
+_DTYPES = tuple(np.dtype(name) for name in ("int32", "float16", "float32", "float32", "float32"))  # and of `largest`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,8 +138,15 @@ def _read(path: Path, spec: DecoderSpec) -> tuple[KVFit, ...] | None:
     try:
         with np.load(path) as file:
             found, largest = tuple(file[name] for name in _ARRAYS), file["largest"]
-        if tuple(array.shape for array in found) != shapes:
-            raise ValueError(f"shapes {[array.shape for array in found]}")
+        if tuple(array.shape for array in found) != shapes or largest.shape != (spec.num_layers, 2, spec.num_kv_heads):
+            raise ValueError(f"shapes {[array.shape for array in (*found, largest)]}")
+        if tuple(array.dtype for array in (*found, largest)) != _DTYPES:
+            raise ValueError(f"types {[str(array.dtype) for array in (*found, largest)]}")
+        order, follow, level, centre = found
+        if not (np.sort(order, axis=-1) == np.arange(half)).all():
+            raise ValueError("an order that is no permutation of the pairs")
+        if not all(np.isfinite(array).all() for array in (follow, level, centre)) or not (level > 0).all():
+            raise ValueError("numbers that are not finite, or levels that are not above 0")
     except Exception as error:  # numpy and zipfile raise many kinds for a broken file, and it can be made again
         log.warning("%s is made anew: %s", path, error)
         return None

@@ -9,7 +9,8 @@ large. Two changes cost readers nothing:
   is near nothing, and left. Where a pair varies it has none either: steering needs values that are small by chance, and
   with a centre for every pair whose mean is twice its deviation SmolLM2-135M loses half as much again in fp8.
 - A pair may be divided by its level, if queries are multiplied by it. Levels, powers of two, bring all pairs to about
-  the same range, which is the best that one scale can do: an error is at least as large as the step of the largest.
+  the range of the largest, which is the best that one scale can do: an error is at least as large as the step of the
+  largest. The largest itself has level 1, so that nothing comes nearer to where a float format loses its bits.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ MOST_POSITIONS = 8192  # that a centre is good for; beyond, K is as exact as the
 _WORTH = 30.0  # a centre has to be so many times the variance about it
 _STEPS = 8  # positions that a text is thought to be at
 _MOST = 0.99  # of K is within the range that a level makes
+_LEAST_LEVEL = 2.0**-16  # a pair that is smaller yet counts for nothing beside the others
 
 _C128 = npt.NDArray[np.complex128]
 
@@ -42,12 +44,12 @@ def find_centre(unturned: _C128, turns: _C128) -> _C128:
 
 
 def find_levels(unturned: _C128, turns: _C128, centre: _C128) -> F32Array:
-    """Of one head, [pairs]: powers of two, 1 for the pair of middling range."""
+    """Of one head, [pairs]: powers of two, 1 for the pair of the largest range."""
     steps = turns[np.linspace(0, len(turns) - 1, _STEPS).astype(int)]
     k = unturned[:, None] * steps - centre
     size = np.maximum(np.abs(k.real), np.abs(k.imag)).reshape(-1, k.shape[-1])
     ranges = np.quantile(size, _MOST, axis=0)
-    if not (ranges > 0).all():
+    if not (np.isfinite(ranges).all() and ranges.max() > 0):
         return np.ones(k.shape[-1], np.float32)
-    levels: F32Array = np.exp2(np.round(np.log2(ranges / np.median(ranges)))).astype(np.float32)
-    return levels
+    shares = np.maximum(ranges / ranges.max(), _LEAST_LEVEL)
+    return np.exp2(np.round(np.log2(shares))).astype(np.float32)

@@ -24,6 +24,8 @@ from .levels import as_pairs, find_centre, find_levels
 _EVERY = 8  # tokens of the text of which one is looked at
 _FLOOR = 0.1  # of M's mean, added to its diagonal: what queries of other texts may look for besides
 
+_LARGEST_FOLLOW = float(np.finfo(np.float16).max)
+
 _F64 = npt.NDArray[np.float64]
 
 
@@ -93,15 +95,21 @@ def _feedback(seen: _F64, order: npt.NDArray[np.intp]) -> F32Array:
     """`KeySteering.follow` of one head: M = B^T D B, with D in blocks of a pair and B a unit triangle of such blocks.
 
     Then e^T M e is the sum over pairs of (B e)_i^T D_i (B e)_i, and pair i has to make good what B has of the pairs
-    before it. Rounded to float16, so that the order in which a library sums does not show.
+    before it. Rounded to float16, so that the order in which a library sums does not show. All 0, which is rounding to
+    the nearest, where K or queries are so large or small that this has no answer in numbers.
     """
     half, head_dim = len(order), len(seen)
     places = np.stack([order, order + half], axis=1).reshape(-1)
     moment = seen[np.ix_(places, places)]
-    upper = np.linalg.cholesky(moment[::-1, ::-1])[::-1, ::-1]
+    follow = np.zeros((half, 4, steering_width(head_dim)), np.float32)
+    try:
+        upper = np.linalg.cholesky(moment[::-1, ::-1])[::-1, ::-1]
+    except np.linalg.LinAlgError:
+        return follow
     lower = (upper / np.diagonal(upper)).T
     lower[1::2] -= lower[1::2, 0::2][np.arange(half), np.arange(half), None] * lower[0::2]
-    follow = np.zeros((half, 4, steering_width(head_dim)), np.float32)
+    if not np.abs(lower).max() <= _LARGEST_FOLLOW:
+        return follow
     for target in (0, 1):
         for source in (0, 1):
             follow[:, 2 * target + source, :half] = np.triu(lower[target::2, source::2].T, 1)

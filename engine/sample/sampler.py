@@ -66,7 +66,8 @@ class Sampler:
         rows["length"] = batch.position[where] + 1
         if slots.banned_bias:
             generated = rows["length"] - rows["prompt_len"]
-            for row in np.flatnonzero(generated < slots.banned_until[slot]):
+            until = slots.banned_until[slot]
+            for row in np.flatnonzero((until > 0) & (generated < until)):  # inside a prompt `generated` is below 0
                 point_to_bias(rows[row], slots.banned_bias[int(slot[row])])
         return slot
 

@@ -5,7 +5,7 @@
 // output may come up to the largest are then computed as ever. Every other output is below the row's largest and stays
 // as it is, near its value: a reader that looks for the largest finds the same one, with the same bits, and ties too.
 //
-// NaN and what nears the end of float32's range have no bounds: they are computed as ever.
+// NaN and what nears an end of float32's range have no bounds: they are computed as ever.
 #pragma once
 
 #include <cmath>
@@ -15,7 +15,7 @@
 
 namespace llmctl::cpu {
 
-constexpr float kScreenBelow = 1e30f;        // largest sum of squares of a row that has bounds
+constexpr float kScreenAbove = 1e-20f, kScreenBelow = 1e30f;  // sums of squares of a row that has bounds
 constexpr float kScreenSlack = 1.001f;       // for the rounding of the bounds themselves
 constexpr float kScreenRounding = 0x1p-22f;  // of each group's part in an output, of both ways to compute it
 
@@ -76,7 +76,7 @@ LLMCTL_NOINLINE void screen_rows(const ScreenArgs& a, int row_begin, int row_end
     }
     const float rounding = kScreenRounding * static_cast<float>(groups + 4);
     const float reach = kScreenSlack * (std::sqrt(left) + rounding * std::sqrt(whole));
-    a.reach[row] = whole < kScreenBelow ? reach : std::numeric_limits<float>::infinity();
+    a.reach[row] = whole > kScreenAbove && whole < kScreenBelow ? reach : std::numeric_limits<float>::infinity();
     a.best[row].store(-std::numeric_limits<float>::infinity(), std::memory_order_relaxed);
   }
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,32 @@ def test_a_fit_that_is_damaged_is_made_again(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
     again = layers_of(model, "int8")[0].steering
     assert made is not None and again is not None and np.array_equal(made.follow, again.follow)
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("largest", lambda array: array[:, :1]),
+        ("order", lambda array: array.astype(np.int64)),
+        ("order", lambda array: array * 0),
+        ("follow", lambda array: array * np.float16(np.nan)),
+        ("level", lambda array: array * 0),
+        ("centre", lambda array: array + np.float32(np.inf)),
+    ],
+)
+def test_a_fit_that_is_whole_but_wrong_is_made_again(
+    folder: Path, name: str, spoil: Callable[[np.ndarray], np.ndarray]
+) -> None:
+    model = open_tiny(folder)
+    made = layers_of(model, "int8")[0].steering
+    (path,) = model.folder.glob("kv-fit-*.npz")
+    with np.load(path) as file:
+        arrays = dict(file)
+    np.savez(path, **arrays | {name: spoil(arrays[name])})
+    again = layers_of(model, "int8")[0].steering
+    assert made is not None and again is not None
+    for ours, theirs in zip(astuple(made), astuple(again), strict=True):
+        assert np.array_equal(ours, theirs)
 
 
 def test_caches_of_16_bits_and_skipped_layers_are_not_fitted(folder: Path) -> None:

@@ -83,3 +83,16 @@ def test_beams_and_samples_give_them_too(llm: LLM) -> None:
         SamplingParams(n=3, seed=1, max_tokens=4, prompt_logprobs=3),
     ):
         assert llm.generate([PROMPT], sampling)[0].prompt_logprobs == expected
+
+
+def test_beside_a_request_with_fewest_tokens_they_are_what_they_are_alone(llm: LLM) -> None:
+    """Inside a prompt no token has been generated yet, which is fewer than any least number."""
+    others = [SamplingParams(temperature=0, max_tokens=12, min_tokens=least) for least in (4, 12)]
+    alone = llm.generate([PROMPT], ASKED)[0]
+    together = llm.generate([[5, 6, 7], PROMPT, [8, 9]], [others[0], ASKED, others[1]])
+    assert together[1].prompt_logprobs == alone.prompt_logprobs
+    assert [len(one.outputs[0].token_ids) >= least for one, least in ((together[0], 4), (together[2], 12))] == [
+        True
+    ] * 2
+    both = SamplingParams(temperature=0, max_tokens=8, min_tokens=8, prompt_logprobs=3)
+    assert llm.generate([PROMPT], both)[0].prompt_logprobs == alone.prompt_logprobs
