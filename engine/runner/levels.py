@@ -52,4 +52,5 @@ def find_levels(unturned: _C128, turns: _C128, centre: _C128) -> F32Array:
     if not (np.isfinite(ranges).all() and ranges.max() > 0):
         return np.ones(k.shape[-1], np.float32)
     shares = np.maximum(ranges / ranges.max(), _LEAST_LEVEL)
-    return np.exp2(np.round(np.log2(shares))).astype(np.float32)
+    levels: F32Array = np.exp2(np.round(np.log2(shares))).astype(np.float32)
+    return levels
