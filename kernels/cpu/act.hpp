@@ -16,10 +16,9 @@ namespace llmctl::cpu {
 
 LLMCTL_INLINE float top_code(FormKind kind) { return kind == FormKind::i8 ? 127.0f : 2047.0f; }
 
-// Codes of one group; `group` is a multiple of 32. Returns their sum.
-template <class Isa, class Code>
-LLMCTL_INLINE int32_t quantize_group(const float* x, int group, float top, Code* codes, float* scale) {
-  using C = typename Isa::Columns;
+// Codes of one group, a multiple of C's lanes. Returns their sum.
+template <class C, class Code>
+LLMCTL_INLINE int32_t quantize_lanes(const float* x, int group, float top, Code* codes, float* scale) {
   using F = typename C::F;
   using I = typename C::I;
   // Absolute values compare as integers, and NaN is above Inf there: no NaN is lost in the maximum.
@@ -43,6 +42,13 @@ LLMCTL_INLINE int32_t quantize_group(const float* x, int group, float top, Code*
     }
   }
   return C::sum_i(sum);
+}
+
+// The same for any multiple of 8: heads of a KV cache may be no multiple of 16.
+template <class Isa, class Code>
+LLMCTL_INLINE int32_t quantize_group(const float* x, int group, float top, Code* codes, float* scale) {
+  if (group % Isa::Columns::kWidth != 0) return quantize_lanes<Isa>(x, group, top, codes, scale);
+  return quantize_lanes<typename Isa::Columns>(x, group, top, codes, scale);
 }
 
 // The same for a group of int8 whose four codes from 4 * quad on are wide; their high parts go to `high`.
