@@ -103,12 +103,12 @@ class Frontend:
         for token in ids:
             if not 0 <= token < vocab:
                 raise UsageError(f"token id {token} is not in the vocabulary (0 to {vocab - 1})")
-        asked = sampling.max_tokens
-        if asked is not None and asked > room:
-            raise CapacityError(
-                f"{len(ids)} prompt tokens and max_tokens {asked} do not fit the context of {limit}",
-                f"set max_tokens to {room} or less",
-            )
+        for name, asked in (("max_tokens", sampling.max_tokens), ("min_tokens", sampling.min_tokens)):
+            if asked is not None and asked > room:
+                raise CapacityError(
+                    f"{len(ids)} prompt tokens and {name} {asked} do not fit the context of {limit}",
+                    f"set {name} to {room} or less",
+                )
         stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self.tokenizer.eos_ids))
         if sampling.use_beam_search:
             _check_beams(sampling.beam_width, len(stop_ids), vocab)
@@ -118,7 +118,7 @@ class Frontend:
             sampling=sampling,
             seed=self._draw_seed() if sampling.seed is None else sampling.seed,
             stop_ids=tuple(sorted(stop_ids)),
-            max_tokens=room if asked is None else asked,
+            max_tokens=room if sampling.max_tokens is None else sampling.max_tokens,
             tenant=tenant,
             priority=priority,
             max_wait_s=max_wait_s,

@@ -102,12 +102,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 msgspec.convert(getattr(self, name), kind, strict=True)
             except msgspec.ValidationError as error:
                 raise ParameterError(name, f"`{name}` is {getattr(self, name)!r}: {error}".lower()) from error
-        for name, low, high in _RANGES:
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not low <= value <= high or (isinstance(value, float) and not math.isfinite(value)):
-                raise ParameterError(name, f"`{name}` is {value}, it must be from {low} to {high}")
+        for name in _RANGES:
+            check_range(name, getattr(self, name))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ParameterError(
+                "min_tokens",
+                f"`min_tokens` is {self.min_tokens}, more than `max_tokens`, which is {self.max_tokens}",
+                f"set `max_tokens` to {self.min_tokens} or more, or `min_tokens` to {self.max_tokens} or less",
+            )
         if self.top_p == 0:
             raise ParameterError(
                 "top_p", "`top_p` is 0, it must be above 0 and at most 1", "use temperature 0 for greedy decoding"
@@ -170,23 +172,32 @@ _NEUTRAL = {
     "frequency_penalty": 0.0,
 }
 _KINDS = typing.get_type_hints(SamplingParams)
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("n", 1, MAX_N),
-    ("best_of", 1, MAX_N),
-    ("length_penalty", -100.0, 100.0),
-    ("max_tokens", 0, 1 << 30),
-    ("min_tokens", 0, 1 << 30),
-    ("temperature", 0.0, 100.0),
-    ("top_k", -1, 1 << 30),
-    ("top_p", 0.0, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("repetition_penalty", 0.0, 100.0),
-    ("presence_penalty", -2.0, 2.0),
-    ("frequency_penalty", -2.0, 2.0),
-    ("seed", -(1 << 63), (1 << 64) - 1),
-    ("logprobs", 0, MAX_LOGPROBS),
-    ("prompt_logprobs", 0, MAX_LOGPROBS),
-)
+_RANGES: dict[str, tuple[float, float]] = {
+    "n": (1, MAX_N),
+    "best_of": (1, MAX_N),
+    "length_penalty": (-100.0, 100.0),
+    "max_tokens": (0, 1 << 30),
+    "min_tokens": (0, 1 << 30),
+    "temperature": (0.0, 100.0),
+    "top_k": (-1, 1 << 30),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "seed": (-(1 << 63), (1 << 64) - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+
+
+def check_range(name: str, value: float | None) -> None:
+    """Raise ParameterError if the field of SamplingParams of this name cannot have the value, whatever others have."""
+    low, high = _RANGES[name]
+    if value is None:
+        return
+    if not low <= value <= high or (isinstance(value, float) and not math.isfinite(value)):
+        raise ParameterError(name, f"`{name}` is {value}, it must be from {low} to {high}")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from ... import __version__
 from ...engine.frontend import Frontend
-from ...engine.request import Request, SamplingParams
+from ...engine.request import ParameterError, Request, SamplingParams, check_range
 from ...kernels.errors import LlmctlError
 from .answer import Answer, Job
 from .chat_shape import ChatShape
@@ -217,7 +217,7 @@ def _job(
 ) -> Job:
     return Job(
         prompts=prompts,
-        samples=max(1, asked.n or 1),
+        samples=_samples(asked),
         prepare=prepare,
         shape=shape,
         stream=bool(asked.stream),
@@ -226,6 +226,15 @@ def _job(
         prompt=field,
         max_wait_s=_max_wait(asked),
     )
+
+
+def _samples(asked: Generate) -> int:
+    """Sequences for each prompt. ApiError 400 for what no request can have, before it is held against the queue."""
+    try:
+        check_range("n", asked.n)
+    except ParameterError as error:
+        raise of_llmctl(error, "n") from error
+    return 1 if asked.n is None else asked.n
 
 
 def _max_wait(asked: Generate) -> float | None:

@@ -99,6 +99,7 @@ def test_logit_bias_and_banned_tokens_are_obeyed(llm: LLM) -> None:
         ({"top_p": 0.0}, "`top_p` is 0"),
         ({"n": 0}, "`n` is 0"),
         ({"max_tokens": -1}, "`max_tokens` is -1"),
+        ({"min_tokens": 25}, "`min_tokens` is 25, more than `max_tokens`, which is 24"),
         ({"n": 100000}, "`n` is 100000"),
         ({"stop": ("",)}, "empty string"),
         ({"stop_token_ids": (99999,)}, "99999"),
@@ -113,9 +114,11 @@ def test_a_sampling_value_that_cannot_work_is_refused_with_its_limit(
         llm.generate("hello", with_changes(GREEDY, **changes))
 
 
-def test_max_tokens_beyond_the_context_is_refused_and_not_cut(llm: LLM) -> None:
+def test_tokens_beyond_the_context_are_refused_and_not_cut(llm: LLM) -> None:
     with pytest.raises(CapacityError, match="do not fit the context of 256"):
         llm.generate([[5] * 200], with_changes(GREEDY, max_tokens=100))
+    with pytest.raises(CapacityError, match="200 prompt tokens and min_tokens 57 do not fit the context of 256"):
+        llm.generate([[5] * 200], with_changes(GREEDY, max_tokens=None, min_tokens=57))
 
 
 @pytest.mark.parametrize(

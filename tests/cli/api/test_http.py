@@ -51,6 +51,7 @@ def test_a_body_that_is_no_json_is_a_bad_request(http, body):
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+        ({"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
         ({"max_tokens": True}, "max_tokens"),
         ({"seed": 1 << 70}, "seed"),
         ({"stop": ""}, "stop"),
@@ -85,6 +86,12 @@ def test_a_body_that_is_no_json_is_a_bad_request(http, body):
 def test_a_field_that_cannot_work_is_named(http, change, param, stream):
     error = refusal(http.post(CHAT, json={"messages": HELLO, "stream": stream, **change}), 400)
     assert error["param"] == param
+
+
+def test_samples_that_no_request_may_have_are_refused_in_one_wording_however_many(http):
+    for number in (0, 129, 10**9, 10**30):
+        error = refusal(http.post(CHAT, json={"messages": HELLO, "n": number}), 400)
+        assert error["message"] == f"`n` is {number}, it must be from 1 to 128"
 
 
 def test_options_of_a_stream_need_a_stream(http):
