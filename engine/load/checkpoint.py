@@ -26,7 +26,7 @@ from ..models.families import LanguagePart, decoder_spec, decoder_tensors, langu
 from .hub import Source
 from .kv_scales import scale_names
 from .origin import values_of
-from .text import ChatInfo, ModelText, check_tokenizer_files, folder_text, read_json
+from .text import ChatInfo, ModelText, check_tokenizer_files, folder_text, read_json, stop_ids
 
 log = logging.getLogger(__name__)
 
@@ -109,17 +109,20 @@ def open_checkpoint(source: Source) -> Checkpoint:
         load_text = partial(_gguf_text, file)
     else:
         folder, named = source.path, source.path / "config.json"
-        config = read_json(named)
+        config = whole = read_json(named)
         check_tokenizer_files(folder)
         files = _folder_files(folder, config)
-        load_text = partial(folder_text, folder, config)
         with values_of(named):
             part = language_part(config)
         if part is not None:
             files, config = _language_files(source, files, part), part.config
     with values_of(named):
         spec = decoder_spec(config)
-    return Checkpoint(source, config, spec, _check_tensors(source, spec, files), files, load_text)
+    tensors = _check_tensors(source, spec, files)
+    if source.kind == "hf":
+        stop_ids(folder, whole, spec.vocab_size)
+        load_text = partial(folder_text, folder, whole, spec.vocab_size)
+    return Checkpoint(source, config, spec, tensors, files, load_text)
 
 
 def source_text(source: Source) -> ModelText:

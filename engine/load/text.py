@@ -14,7 +14,7 @@ import msgspec
 import tokenizers
 
 from ...kernels.errors import CheckpointError
-from ..models.fields import MAX_INT, shown
+from ..models.fields import MAX_INT, eos_field, shown
 from ..request import ParameterError, SamplingParams
 from .origin import values_of
 
@@ -62,8 +62,11 @@ def check_tokenizer_files(folder: Path) -> None:
         raise CheckpointError(f"`{folder}` has no tokenizer", "copy the model's `tokenizer.json` into the folder")
 
 
-def folder_text(folder: Path, config: Mapping[str, object]) -> ModelText:
-    """The text side of a Hugging Face folder. Loads transformers if there is no tokenizer.json."""
+def folder_text(folder: Path, config: Mapping[str, object], vocab_size: int = MAX_INT) -> ModelText:
+    """The text side of a Hugging Face folder. Loads transformers if there is no tokenizer.json.
+
+    CheckpointError for a token that ends texts beyond `vocab_size`: the model could never stop with it.
+    """
     path = folder / "tokenizer.json"
     tokenizer_json = _text(path) if path.is_file() else _convert_tokenizer(folder)
     tokenizer = _parsed(path, tokenizer_json)
@@ -71,17 +74,35 @@ def folder_text(folder: Path, config: Mapping[str, object]) -> ModelText:
     special = _special_tokens(folder, tokenizer_config)
     with values_of(folder / "tokenizer_config.json"):
         template = _template(folder, tokenizer_config)
+    generation = _generation(folder)
     with values_of(folder / "generation_config.json"):
-        generation = read_json(folder / "generation_config.json", required=False)
-        eos, defaults = _ids(generation, "eos_token_id"), _defaults(generation)
-    with values_of(folder / "config.json"):
-        eos = eos or _ids(config, "eos_token_id")
-    named = special.get("eos_token")
-    added = tokenizer.get_added_tokens_decoder().items()
-    eos += tuple(index for index, token in added if token.content == named and index not in eos)
+        defaults = _defaults(generation)
+    eos, named = stop_ids(folder, config, vocab_size), special.get("eos_token")
+    for index, token in tokenizer.get_added_tokens_decoder().items():
+        if token.content != named or index in eos:
+            continue
+        if index >= vocab_size:
+            raise CheckpointError(
+                f"`{path}`: `eos_token`, `{named}`, is token {index}, the model has tokens from 0 to {vocab_size - 1}",
+                "the tokenizer is another model's: copy this model's own there",
+            )
+        eos += (index,)
     return ModelText(
         tokenizer_json, ChatInfo(template=template, special_tokens=special, eos_ids=eos, defaults=defaults)
     )
+
+
+def stop_ids(folder: Path, config: Mapping[str, object], vocab_size: int) -> tuple[int, ...]:
+    """The tokens that end texts, by generation_config.json, or else the config; both have to make sense."""
+    with values_of(folder / "generation_config.json"):
+        listed = eos_field(_generation(folder), vocab_size)
+    with values_of(folder / "config.json"):
+        own = eos_field(config, vocab_size)
+    return listed or own
+
+
+def _generation(folder: Path) -> dict[str, object]:
+    return read_json(folder / "generation_config.json", required=False)
 
 
 def read_json(path: Path, required: bool = True) -> dict[str, object]:
@@ -157,14 +178,6 @@ def _template(folder: Path, tokenizer_config: Mapping[str, object]) -> str:
     if value is not None and not isinstance(value, str):
         raise CheckpointError(f"`chat_template` is {shown(value)}, expected a text, or a list of named ones")
     return value or ""
-
-
-def _ids(source: Mapping[str, object], key: str) -> tuple[int, ...]:
-    value = source.get(key)
-    items = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(item) is int and 0 <= item <= MAX_INT for item in items):
-        raise CheckpointError(f"`{key}` is {shown(value)}, expected a token id (from 0 to {MAX_INT}) or a list of them")
-    return tuple(dict.fromkeys(items))
 
 
 def _defaults(generation: Mapping[str, object]) -> SamplingDefaults:

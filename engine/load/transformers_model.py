@@ -19,6 +19,7 @@ from ...kernels.ops import Batch, KVLayer
 from ...quant.formats.safetensors import open_files
 from ..models.arch import DecoderSpec
 from ..models.decoder import Decoder, Limits
+from ..models.fields import window_field
 from ..models.hf import Description, build, describe
 from .build import build_entry
 from .checkpoint import Checkpoint
@@ -28,7 +29,7 @@ from .hub import Source
 from .origin import values_of
 from .packed import entry_key
 from .progress import Progress, silent
-from .text import check_tokenizer_files, folder_text, read_json
+from .text import check_tokenizer_files, folder_text, read_json, stop_ids
 
 log = logging.getLogger(__name__)
 
@@ -95,11 +96,15 @@ def _describe(source: Source, dtype: str) -> Description:
             f"`{source.path}` is no folder of safetensors, which is what the transformers backend reads",
             "leave out `--model-impl transformers`",
         )
-    if "quantization_config" in read_json(source.path / "config.json"):
+    config = read_json(source.path / "config.json")
+    if "quantization_config" in config:
         raise UnsupportedModel(
             f"`{source.path}` is quantized, and transformers would compute it", "use an unquantized model"
         )
-    return describe(source.path, dtype)
+    window_field(config)
+    found = describe(source.path, dtype)
+    stop_ids(source.path, config, found.spec.vocab_size)
+    return found
 
 
 def implementation() -> str:
@@ -112,6 +117,5 @@ def _checkpoint(source: Source, description: Description) -> Checkpoint:
     config = read_json(source.path / "config.json")
     check_tokenizer_files(source.path)
     files = open_files(source.path)
-    return Checkpoint(
-        source, config, description.spec, {}, files, partial(folder_text, source.path, config), implementation()
-    )
+    load_text = partial(folder_text, source.path, config, description.spec.vocab_size)
+    return Checkpoint(source, config, description.spec, {}, files, load_text, implementation())

@@ -14,7 +14,7 @@ import msgspec
 
 from ...kernels.errors import CheckpointError, UnsupportedModel
 from .arch import MAX_CONTEXT, DecoderSpec, ExpertSpec, LatentSpec, RopeSpec
-from .fields import Config, flag_field, float_field, int_field, shown
+from .fields import Config, flag_field, float_field, int_field, shown, window_field
 from .rope_config import layered_ropes, rope_spec, scaled_context, yarn_scale
 
 MAX_LAYERS = 1024  # a config that asks for more is broken; keeps a wrong number from becoming a huge table
@@ -184,13 +184,13 @@ def _llama(config: Config) -> DecoderSpec:
 
 def _mistral(config: Config) -> DecoderSpec:
     layers = int_field(config, "num_hidden_layers", high=MAX_LAYERS)
-    window = _window(config, default=4096)
+    window = window_field(config, default=4096)
     return _spec(config, "mistral", _layer_windows(config, layers, window, first=0))
 
 
 def _mixtral(config: Config) -> DecoderSpec:
     layers = int_field(config, "num_hidden_layers", high=MAX_LAYERS)
-    window = _window(config, default=0)
+    window = window_field(config)
     plain = _spec(config, "mixtral", _layer_windows(config, layers, window, first=0))
     experts = ExpertSpec(
         count=int_field(config, "num_local_experts"),
@@ -384,6 +384,7 @@ def _spec(
         raise CheckpointError(f"`head_dim` is {head_dim}, rotary embedding needs an even number")
     if rope is None:
         rope = rope_spec(config, head_dim)
+    window_field(config)  # for families without a window too: a config that makes no sense here is broken
     activation = config.get(activation_key, "silu")
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise UnsupportedModel(
@@ -409,16 +410,9 @@ def _spec(
 
 def _qwen_windows(config: Config) -> tuple[int, ...]:
     layers = int_field(config, "num_hidden_layers", high=MAX_LAYERS)
-    window = _window(config, default=4096) if flag_field(config, "use_sliding_window", default=False) else 0
+    window = window_field(config, default=4096) if flag_field(config, "use_sliding_window", default=False) else 0
     first = int_field(config, "max_window_layers", default=28, low=0)
     return _layer_windows(config, layers, window, first)
-
-
-def _window(config: Config, default: int) -> int:
-    """Positions a query sees in a sliding layer, 0 for all; `null` means all, a missing key the family's default."""
-    if "sliding_window" in config and config["sliding_window"] is None:
-        return 0
-    return int_field(config, "sliding_window", default=default, low=0)
 
 
 def _layer_windows(config: Config, layers: int, window: int, first: int) -> tuple[int, ...]:

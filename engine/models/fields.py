@@ -51,6 +51,27 @@ def flag_field(config: Config, key: str, default: bool) -> bool:
     return value
 
 
+def window_field(config: Config, default: int = 0) -> int:
+    """Positions a query sees in a sliding layer, 0 for all; `null` means all, a missing key `default`."""
+    if "sliding_window" in config and config["sliding_window"] is None:
+        return 0
+    return int_field(config, "sliding_window", default=default, low=0)
+
+
+def eos_field(config: Config, vocab_size: int) -> tuple[int, ...]:
+    """The ids under `eos_token_id`, one or a list; `vocab_size` is the embedding's, padding included.
+
+    One beyond that can never be sampled: it belongs to another vocabulary, and so may all else in its file.
+    """
+    value = config.get("eos_token_id")
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(item) is int and 0 <= item < vocab_size for item in items):
+        raise CheckpointError(
+            f"`eos_token_id` is {shown(value)}, expected a token id (from 0 to {vocab_size - 1}) or a list of them"
+        )
+    return tuple(dict.fromkeys(items))
+
+
 def shown(value: object) -> str:
     """The value as a message shows it, cut where it would fill the screen."""
     text = repr(value)

@@ -157,6 +157,13 @@ def _config(gguf: GGUFFile, arch: str) -> dict[str, object]:
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"`{gguf.path}` has no matrix `token_embd.weight`")
+    tokens = gguf.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and len(tokens) > embedding.shape[0]:
+        raise CheckpointError(
+            f"`{gguf.path}` names {len(tokens)} tokens (`tokenizer.ggml.tokens`), but its embedding "
+            f"(`token_embd.weight`) has {embedding.shape[0]} rows",
+            "the tokenizer is another model's: convert the model again",
+        )
     hidden = _required(gguf, f"{arch}.embedding_length")
     heads = _heads(gguf, f"{arch}.attention.head_count")
     kv_heads = _heads(gguf, f"{arch}.attention.head_count_kv", heads)

@@ -261,6 +261,15 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
         make_runner(folder, tmp_path / "cache")
 
 
+@pytest.mark.parametrize("change", [{"sliding_window": -5}, {"eos_token_id": [2, VOCAB]}])
+def test_a_config_that_cannot_be_is_refused_by_file_and_key(change: dict[str, object], tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", "olmo2")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(CheckpointError, match=f"^`{path}`: `{next(iter(change))}` .*expected"):
+        make_runner(folder, tmp_path / "cache")
+
+
 def test_every_family_of_ours_can_be_traced() -> None:
     for name, config in FAMILIES.items():
         with torch.device("meta"):

@@ -158,6 +158,9 @@ def test_a_broken_config_is_an_error(model_folder, content):
         ({"hidden_size": -64}, "`hidden_size` in the config is -64, expected an integer from 1"),
         ({"vocab_size": "300"}, "`vocab_size` in the config is '300', expected an integer from 1"),
         ({"rms_norm_eps": float("nan")}, "`rms_norm_eps` in the config is nan, expected a number above 0"),
+        ({"sliding_window": -5}, "`sliding_window` in the config is -5, expected an integer from 0"),
+        ({"eos_token_id": 300}, r"`eos_token_id` is 300, expected a token id \(from 0 to 299\)"),
+        ({"eos_token_id": [2, 9999]}, r"`eos_token_id` is \[2, 9999\], expected a token id \(from 0 to 299\)"),
         ({"hidden_act": "foo"}, "activation 'foo' in `hidden_act`"),
         (
             {"num_attention_heads": 5, "head_dim": None, "num_key_value_heads": 5},
@@ -212,6 +215,20 @@ def test_the_named_eos_token_ends_texts_too(model_folder):
     assert opened(model_folder).load_text().chat.eos_ids == (1, 2)
 
 
+def test_a_token_in_the_padding_of_the_vocabulary_may_end_texts_and_one_beyond_it_may_not(model_folder):
+    change_config(model_folder, eos_token_id=299)
+    (model_folder / "generation_config.json").unlink()
+    assert opened(model_folder).load_text().chat.eos_ids == (299, 2)
+    tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    count = tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens([f"<|{number}|>" for number in range(count, 301)])
+    tokenizer.save(str(model_folder / "tokenizer.json"))
+    path = model_folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": "<|300|>"}))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json`: `eos_token`, `<\|300\|>`, is token 300, .*0 to 299"):
+        opened(model_folder).load_text()
+
+
 def test_a_template_file_wins_and_a_list_has_a_default(model_folder):
     path = model_folder / "tokenizer_config.json"
     config = json.loads(path.read_text())
@@ -227,6 +244,7 @@ def test_a_template_file_wins_and_a_list_has_a_default(model_folder):
     [
         ("generation_config.json", {"eos_token_id": "2"}, "`eos_token_id` is '2', expected a token id"),
         ("generation_config.json", {"eos_token_id": [-1]}, r"`eos_token_id` is \[-1\]"),
+        ("generation_config.json", {"eos_token_id": [2, 300]}, r"`eos_token_id` is \[2, 300\], .*from 0 to 299\)"),
         ("generation_config.json", {"temperature": "hot"}, "`temperature` is 'hot': expected `float`"),
         ("generation_config.json", {"temperature": -1}, "`temperature` is -1.0, it must be from 0.0 to 100.0"),
         ("generation_config.json", {"top_p": 2}, "`top_p` is 2.0, it must be from 0.0 to 1.0"),

@@ -130,6 +130,15 @@ def test_qwen_rows_stay_as_they_are(tmp_path, arch):
     np.testing.assert_array_equal(weight.data, values["blk.0.attn_q.weight"])
 
 
+def test_a_vocabulary_beyond_the_embedding_is_refused_and_a_padded_embedding_is_not(tmp_path):
+    def extra(count):
+        return lambda writer: writer.add_token_list([f"t{number}" for number in range(count)])
+
+    model(write_model(tmp_path / "padded.gguf", extra=extra(VOCAB - 3))[0])
+    with pytest.raises(CheckpointError, match=f"names {VOCAB + 1} tokens .* has {VOCAB} rows"):
+        model(write_model(tmp_path / "beyond.gguf", extra=extra(VOCAB + 1))[0])
+
+
 def test_config_is_what_hugging_face_would_say(tmp_path):
     path, _ = write_model(tmp_path / "x.gguf", extra=lambda w: w.add_float32("llama.rope.freq_base", 100000.0))
     assert model(path).config == {
