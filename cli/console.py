@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..engine.load.progress import Progress
 
 LINE_S = 15.0  # between two lines of progress in a log
+FIRST_S = 5.0  # of work, before which nothing is said of how long it takes
 _UNBOUNDED = 1 << 14  # width for output that is not a terminal: a table in a file is never cut
 
 
@@ -98,21 +99,25 @@ class Console:
             yield _Lines(self).tell
             return
 
-        from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TaskProgressColumn, TextColumn
         from rich.progress import Progress as Bars
+        from rich.text import Text
 
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeRemainingColumn(),
-        )
+        class Left(ProgressColumn):
+            """Rich's own looks at the last steps only, which come in bursts where work is done in batches."""
+
+            def render(self, task: Task) -> Text:
+                done, left = task.completed - task.fields["before"], (task.total or 0) - task.completed
+                known = done > 0 and left > 0 and (task.elapsed or 0) >= FIRST_S
+                return Text(_left(task.elapsed or 0, done, left) if known else "")
+
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), Left())
         with Bars(*columns, console=self._rich(self.stderr, True), transient=True) as bars:
             tasks: dict[str, TaskID] = {}
 
             def draw(description: str, done: int, total: int) -> None:
                 if description not in tasks:
-                    tasks[description] = bars.add_task(description)
+                    tasks[description] = bars.add_task(description, before=done)
                 bars.update(tasks[description], completed=done, total=total or None)
 
             yield draw
@@ -172,12 +177,13 @@ class _Lines:
         if now - self._said < LINE_S or not before < done < total:
             return
         self._said = now
-        left = (now - started) * (total - done) / (done - before)
-        self._console.say(f"{description}: {done / total:.0%}, about {_duration(left)} left")
+        self._console.say(f"{description}: {done / total:.0%}, {_left(now - started, done - before, total - done)}")
 
 
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+def _left(elapsed_s: float, done: float, left: float) -> str:
+    """How long the rest takes if it goes on as all of it went until now."""
+    seconds = elapsed_s * left / done
+    return f"about {seconds:.0f} s left" if seconds < 100 else f"about {seconds / 60:.0f} min left"
 
 
 def terminal() -> Console:

@@ -65,12 +65,13 @@ async def drive(
     load: Load,
     timeout_s: float,
     number: int = 0,
-    on_done: Callable[[Observation], None] | None = None,
+    on_tokens: Callable[[int], None] | None = None,
     on_quiet: Callable[[int, float], None] | None = None,
 ) -> Round:
     """Send every item when it is due and wait for all answers. Ctrl-C (a cancellation) gives the round as far as it is.
 
-    An error that is no request's own (a dead engine, a prompt that does not fit) is raised. While nothing comes
+    An error that is no request's own (a dead engine, a prompt that does not fit) is raised. `on_tokens` is called with
+    how many more of the tokens that are asked for have come, or will not come any more. While nothing comes
     `on_quiet` is called now and then with how many requests are open, and for how many seconds nothing has come.
     """
     loop = asyncio.get_running_loop()
@@ -80,32 +81,30 @@ async def drive(
     start = loop.time()
 
     async def one(index: int) -> None:
+        left = items[index].max_tokens
+
+        def heard(tokens: int) -> None:
+            nonlocal left
+            waiting.heard()
+            done = min(left, tokens)
+            left -= done
+            if done and on_tokens is not None:
+                on_tokens(done)
+
         await _sleep_until(start + arrivals[index])
         async with room:
             due_s = arrivals[index] if load.open_loop else loop.time() - start
             with waiting.one_more():
-                observation = await _observe(target, items[index], index, start, due_s, timeout_s, waiting.heard)
+                observation = await _observe(target, items[index], index, start, due_s, timeout_s, heard)
         observations.append(observation)
-        if on_done is not None:
-            on_done(observation)
+        heard(left)
 
     lags: list[float] = []
     watches = [asyncio.ensure_future(_watch_lag(lags))]
     if on_quiet is not None:
         watches.append(asyncio.ensure_future(waiting.tell(on_quiet)))
     tasks = [asyncio.ensure_future(one(index)) for index in range(len(items))]
-    interrupted = False
-    try:
-        await asyncio.gather(*tasks)
-    except asyncio.CancelledError:
-        interrupted = True
-        current = asyncio.current_task()
-        if current is not None:
-            current.uncancel()
-    finally:
-        for task in (*watches, *tasks):
-            task.cancel()
-        await asyncio.gather(*watches, *tasks, return_exceptions=True)
+    interrupted = await cut_short(tasks, watches)
     return Round(
         backend=target.backend,
         number=number,
@@ -114,6 +113,25 @@ async def drive(
         lags_s=tuple(lags),
         interrupted=interrupted,
     )
+
+
+async def cut_short(tasks: Sequence[asyncio.Future[None]], watches: Sequence[asyncio.Future[None]]) -> bool:
+    """Wait until all tasks have ended; True if Ctrl-C (a cancellation, which is taken back) came before.
+
+    Nothing of them, nor of the watches, runs on afterwards. The first error of a task is raised.
+    """
+    try:
+        await asyncio.gather(*tasks)
+    except asyncio.CancelledError:
+        current = asyncio.current_task()
+        if current is not None:
+            current.uncancel()
+        return True
+    finally:
+        for task in (*watches, *tasks):
+            task.cancel()
+        await asyncio.gather(*watches, *tasks, return_exceptions=True)
+    return False
 
 
 class _Waiting:
@@ -156,7 +174,7 @@ async def _observe(
     start: float,
     due_s: float,
     timeout_s: float,
-    heard: Callable[[], None],
+    heard: Callable[[int], None],
 ) -> Observation:
     loop = asyncio.get_running_loop()
     arrivals: list[float] = []
@@ -175,8 +193,8 @@ async def _observe(
     try:
         async with asyncio.timeout(timeout_s), sending(target, item) as pieces:
             async for piece in pieces:
-                heard()
                 take(piece)
+                heard(1 if piece.tokens is None else piece.tokens)
     except TimeoutError:
         outcome, error = TIMED_OUT, f"no complete answer within {timeout_s:g} s"
     except RequestFailed as failure:

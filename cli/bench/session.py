@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ...engine.load.progress import Progress
-from .drive import Observation, Round, drive
+from .drive import Round, drive
 from .guards import Finding, check
 from .load_shape import Load
 from .measures import BenchResult, summarize
@@ -17,6 +17,8 @@ from .memory import PeakMemory
 from .report import Ratio, ratios
 from .targets import Target
 from .workload import Salter, Workload
+
+DRAWINGS = 200  # of a round's progress, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ async def measure(
         items = [salter.apply(item) for item in asked]
         for target in targets if number % 2 == 0 else targets[::-1]:
             title = f"{target.backend}: " + ("warm-up" if warming else f"round {number + 1} of {plan.rounds}")
-            bar = _Bar(progress, title, len(items), plan.timeout_s)
+            bar = _Bar(progress, title, sum(item.max_tokens for item in items), plan.timeout_s)
             memory = PeakMemory(target.pids, [pid for other in targets if other is not target for pid in other.pids])
             try:
                 seen = await drive(
@@ -90,14 +92,19 @@ async def measure(
 
 
 class _Bar:
+    """How far a round is, in tokens: of a backend that answers many requests at once, many are done at once."""
+
     def __init__(self, progress: Progress, title: str, total: int, timeout_s: float) -> None:
         self._progress, self._title, self._total, self._done = progress, title, total, 0
-        self._timeout_s = timeout_s
+        self._timeout_s, self._told = timeout_s, 0
         progress(title, 0, total)
 
-    def advance(self, _: Observation) -> None:
-        self._done += 1
-        self._progress(self._title, self._done, self._total)
+    def advance(self, tokens: int) -> None:
+        """So many more are done. Drawing takes time from what is measured, so it is seldom."""
+        self._done += tokens
+        if self._done == self._total or (self._done - self._told) * DRAWINGS >= self._total:
+            self._told = self._done
+            self._progress(self._title, self._done, self._total)
 
     def wait(self, requests: int, seconds: float) -> None:
         """A line of its own each time: it is what somebody looks for who wonders whether anything still happens."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ...engine.load.progress import Progress
+from .drive import cut_short
 from .memory import tree_pss
 from .mixture import Mixture, Task
 from .targets import RequestFailed, Target, sending
@@ -140,18 +141,7 @@ class Soak:
         self._start = loop.time()
         watch = asyncio.ensure_future(self._watch())
         users = [asyncio.ensure_future(self._user()) for _ in range(self._limits.max_concurrency)]
-        interrupted = False
-        try:
-            await asyncio.gather(*users)
-        except asyncio.CancelledError:
-            interrupted = True
-            current = asyncio.current_task()
-            if current is not None:
-                current.uncancel()
-        finally:
-            for task in (watch, *users):
-                task.cancel()
-            await asyncio.gather(watch, *users, return_exceptions=True)
+        interrupted = await cut_short(users, [watch])
         seconds = loop.time() - self._start
         end = await self._idle()
         await self._look()

@@ -58,6 +58,18 @@ def test_progress_on_a_terminal_draws_on_stderr_only(make_console):
     assert "downloading" in console.stderr.getvalue() and console.stdout.getvalue() == ""
 
 
+def test_the_time_left_is_that_of_all_work_and_not_of_a_burst(make_console, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr("rich.console.monotonic", lambda: clock[0])
+    console = make_console(tty=("stderr",))
+    with console.progress() as progress:
+        progress("measuring", 10, 50)
+        clock[0] += 60.0
+        for done in range(11, 21):
+            progress("measuring", done, 50)
+    assert console.stderr.getvalue().rstrip().rpartition("about ")[2].startswith("3 min left")
+
+
 def test_verbose_shows_our_decisions_and_leaves_other_logs_alone(console, monkeypatch):
     def launch(console, config):
         logging.getLogger("llmctl.engine.plan").info("plan: %s", config.model)

@@ -255,7 +255,8 @@ class _Session:
             raise _Interrupted
         if any(observation.error for observation in seen.observations):
             await self._servers.check_after_failures(self._client)
-        self._servers.check()
+        else:
+            self._servers.check()
 
     async def _ask(self, target: Target, items: list[Item], at_once: int, number: int) -> Round:
         load = Load(at_once)

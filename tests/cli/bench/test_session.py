@@ -20,7 +20,9 @@ POOL = tuple(range(100, 1000))
 def compare():
     """A run of two servers; `order` is in which they were asked."""
 
-    def go(ours, theirs, *, rounds=3, num_warmups=1, salt="s", prompts=4, interrupt=None, **plan):
+    def go(
+        ours, theirs, *, rounds=3, num_warmups=1, salt="s", prompts=4, interrupt=None, progress=lambda *_: None, **plan
+    ):
         async def main():
             order, servers = [], []
 
@@ -46,7 +48,7 @@ def compare():
                 workload,
                 Plan(num_warmups=num_warmups, rounds=rounds, salt=salt, **settings),
                 POOL,
-                lambda *_: None,
+                progress,
             )
             for client in clients:
                 await client.aclose()
@@ -101,6 +103,15 @@ def test_interrupted_run_has_what_was_answered_and_ratios_of_whole_rounds_only(c
     assert [(run.number, run.interrupted) for run in measured.rounds] == [(0, False), (0, False), (1, False), (1, True)]
     assert sum(result.num_requests for result in measured.results) == 8 + 4 + 1
     assert {ratio.measure for ratio in measured.ratios} >= {"tokens_per_sec"}
+
+
+@pytest.mark.parametrize("answer", [Answer(), Answer(pieces=4), Answer(error_after=3), Answer(status=500)])
+def test_progress_counts_tokens_that_came_or_will_not_come_any_more(compare, answer):
+    told = []
+    compare(lambda _: answer, lambda _: answer, rounds=1, num_warmups=0, progress=lambda *step: told.append(step))
+    ours = [(done, total) for title, done, total in told if title.startswith("side0")]
+    assert {total for _, total in ours} == {4 * 11} and ours[-1][0] == 44
+    assert ours == sorted(set(ours)) and all(done % 11 for done, _ in ours[1:4] if answer == Answer())
 
 
 def test_same_arrivals_in_every_round(compare):
