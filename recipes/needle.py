@@ -9,13 +9,15 @@ model's context. The deepest place comes first: the prefix cache then has what i
 
 import argparse
 import json
+import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 from llmctl import LLM, SamplingParams
@@ -68,8 +70,7 @@ def main() -> int:
     question, formats, wants_json = read_arguments()
     answers: list[Answer] = []
     try:
-        # One worker at a time, and a new one for each format.
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as fresh:
+        with workers() as fresh:
             for kv_cache_dtype in formats:
                 answers += fresh.submit(ask, question, kv_cache_dtype).result()
     except LlmctlError as error:
@@ -122,6 +123,23 @@ def read_arguments() -> tuple[Question, list[str], bool]:
             parser.error(f"--depths has {depth}, which is not from 0 to 1")
     question = Question(given.model, given.text, given.tokens, given.rope, tuple(given.depths))
     return question, list(dict.fromkeys(given.kv_cache_dtype)), given.json
+
+
+def workers() -> ProcessPoolExecutor:
+    """One process at a time, and a new one for each format. None outlives this one, even if that is killed."""
+    return ProcessPoolExecutor(1, get_context("spawn"), initializer=end_with_parent, max_tasks_per_child=1)
+
+
+def end_with_parent() -> None:
+    """Have this process end as soon as the one that started it has: else it would wait for work forever."""
+    parent = parent_process()
+    assert parent is not None, "only workers are started with this"
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def ask(question: Question, kv_cache_dtype: str) -> list[Answer]:

@@ -1,6 +1,10 @@
 """Each recipe is read by its command, every key of it becomes an option, and a misspelt one is refused by name."""
 
+import os
 import re
+import select
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -149,3 +153,29 @@ def test_a_misspelt_key_is_refused_with_the_nearest_name(console, asked, tmp_pat
     assert f"unknown key `{line.partition(':')[0]}`" in console.stderr.getvalue()
     assert f"did you mean `{near}`?" in console.stderr.getvalue()
     assert asked == {}
+
+
+WORKING = """
+import os, signal, sys
+sys.path.insert(0, {folder!r})
+import needle
+
+def work():
+    print(os.getpid(), flush=True)
+    signal.pause()
+
+if __name__ == "__main__":
+    with needle.workers() as fresh:
+        fresh.submit(work).result()
+"""
+
+
+def test_a_worker_of_the_needle_ends_with_a_parent_that_is_killed(tmp_path):
+    script = tmp_path / "working.py"
+    script.write_text(WORKING.format(folder=str(FOLDER)))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, script], text=True, **pipes) as parent:
+        worker = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+        assert select.select([worker], [], [], 60)[0], "it is told by a pipe, and ends when it gets a CPU"
+    os.close(worker)
