@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..kernels import registry
 from ..kernels.device import default_threads
 from ..kernels.formats import KVFormat
 from ..kernels.ops import PANEL, steering_width
@@ -24,7 +25,7 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int, weight
     Per row: float32 values, and for what a linear reads also a quantized form (at most 16 bits a value; a scale, a sum
     and the high parts of a wide quad for every 32). Per sequence: a row of logits, its tokens and its block table. Per
     thread: what it samples in; and the partial results of attention that threads hand to each other. Where weights are
-    integers, also what finds the largest logit of many rows.
+    int8, as a head's may be, also what finds the largest logit for less than all logits.
     """
     if config.on_gpu:
         threads = config.threads or default_threads()
@@ -37,7 +38,7 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int, weight
     sequence = 4 * (length + blocks_for(length, config.block_size))
     rope = (1 if spec.rope_local is None else 2) * length * spec.head_dim * 4
     per_sequence = config.max_num_seqs * sequence + config.max_logit_rows * 4 * logits
-    is_screened = any(name.startswith("int") for name in weight_formats)
+    is_screened = any(name.startswith("int8") for name in weight_formats) and registry.screens(config.kernels)
     screen = screen_scratch_bytes(spec.vocab_size, spec.hidden_size, config.max_logit_rows) if is_screened else 0
     return config.max_num_batched_tokens * row + per_sequence + rope + screen + _scratch_bytes(spec, config, length)
 

@@ -118,6 +118,11 @@ def configure(kernels: str, threads: int) -> tuple[str, str]:
     return ("any", "reference") if isa is None else (isa.name, f"cpu-{isa.name}")
 
 
+def screens(kernels: str) -> bool:
+    """Whether kernels of the CPU that `kernels` names take the memory of `scratch.screen_scratch_bytes`."""
+    return cpu.screens(kernels)
+
+
 def reserve(num_bytes: int) -> U8Array:
     """A buffer for kernels alone on the GPU in use, see Machine."""
     from .cuda.register import machine_in_use

@@ -18,6 +18,8 @@ _LATENT_ROWS = 4  # rows that pass over the context together
 _LATENT_TASKS_PER_THREAD = 4
 _MOST_SCREENED_ROWS = 128
 _LEAST_GROUP = 32
+_COARSE_ROWS = 4
+_COARSE_GROUP = 352  # bytes of a group of a panel
 _MOST_LATENT_PARTIALS = 4 << 20  # floats, where one row does not need more
 
 
@@ -53,6 +55,7 @@ def sample_scratch_bytes(vocab_size: int, threads: int) -> int:
 
 
 def screen_scratch_bytes(vocab_size: int, hidden_size: int, logit_rows: int) -> int:
-    """Bytes of a screened head: the length of each output's weights, a bound for each panel and row, rows of 8 bits."""
-    panels, rows = -(-vocab_size // PANEL), min(logit_rows, _MOST_SCREENED_ROWS)
-    return 4 * panels * (PANEL + rows) + rows * (hidden_size + 8 * (hidden_size // _LEAST_GROUP) + 8)
+    """Bytes of a screened head: the upper bits of its weights, their lengths, a bound for each panel and row, rows."""
+    panels, rows, groups = -(-vocab_size // PANEL), min(logit_rows, _MOST_SCREENED_ROWS), hidden_size // _LEAST_GROUP
+    coarse = groups * (panels * _COARSE_GROUP + _COARSE_ROWS * (2 * _LEAST_GROUP + 12))
+    return coarse + 4 * panels * (PANEL + rows) + rows * (hidden_size + 8 * groups + 8)

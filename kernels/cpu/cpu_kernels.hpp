@@ -3,6 +3,7 @@
 
 #include "act_mul.hpp"
 #include "attend.hpp"
+#include "coarse.hpp"
 #include "embed.hpp"
 #include "latent.hpp"
 #include "latent_attend.hpp"
@@ -12,7 +13,6 @@
 #include "norm_add.hpp"
 #include "rope_store.hpp"
 #include "sample.hpp"
-#include "screen.hpp"
 #include "table.hpp"
 
 namespace llmctl::cpu {
@@ -47,6 +47,9 @@ LLMCTL_INLINE constexpr Table make_table() {
     t.screen_norms = screen_norms<Isa>;
     t.screen_rows = screen_rows<Isa>;
     t.screen = linear<Isa, ScreenTile<Isa>>;
+    t.coarse_panels = coarse_panels<Isa>;
+    t.coarse_rows = coarse_rows<Isa>;
+    t.coarse = coarse<Isa>;
   }
   t.rope_store = rope_store_tasks<Isa>;
   set_attend<Isa, KvF32>(t, KvKind::f32);

@@ -103,6 +103,23 @@ struct Avx512 : Avx2 {
       const __m512i in_columns = _mm512_permutexvar_epi16(evens, _mm512_loadu_si512(p));
       return _mm512_xor_si512(in_columns, _mm512_set1_epi8(static_cast<char>(0x80)));
     }
+    // The upper 5 of each code's 8 bits: 4 as above, and the uppermost apart, 64 for `first` and 64 for `second`.
+    LLMCTL_INLINE void store_codes5(uint8_t* nibbles, uint8_t* uppermost, Codes4 first, Codes4 second) {
+      const __m512i nibble = _mm512_set1_epi8(15);
+      const __m512i low = _mm512_and_si512(_mm512_srli_epi16(first, 3), nibble);
+      const __m512i high = _mm512_and_si512(_mm512_srli_epi16(second, 3), nibble);
+      _mm512_storeu_si512(nibbles, _mm512_or_si512(low, _mm512_slli_epi16(high, 4)));
+      const uint64_t bits[2] = {_mm512_movepi8_mask(first), _mm512_movepi8_mask(second)};
+      std::memcpy(uppermost, bits, sizeof(bits));
+    }
+    LLMCTL_INLINE void load_codes5(const uint8_t* nibbles, const uint8_t* uppermost, Codes4& first, Codes4& second) {
+      load_codes4(nibbles, first, second);
+      uint64_t bits[2];
+      std::memcpy(bits, uppermost, sizeof(bits));
+      const __m512i sixteen = _mm512_set1_epi8(16);
+      first = _mm512_mask_add_epi8(first, bits[0], first, sixteen);
+      second = _mm512_mask_add_epi8(second, bits[1], second, sixteen);
+    }
     LLMCTL_INLINE Sum4 zero_sum4() { return _mm512_setzero_si512(); }
     LLMCTL_INLINE X4 broadcast_x4(const int8_t* x) { return broadcast_word(x); }
     LLMCTL_INLINE Sum4 dot4(Sum4 sum, Codes4 w, X4 x) { return _mm512_dpbusd_epi32(sum, w, x); }

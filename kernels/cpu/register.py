@@ -31,6 +31,7 @@ class Isa:
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
 ISAS = (Isa("avx512", 30, _AVX512), Isa("avx2", 20, _AVX2), Isa("generic", 10, ()))
+_SCREENS = ISAS[0]
 
 _Accepts = Callable[[Any], str | None]
 _Build = Callable[[Any], Any]
@@ -53,6 +54,11 @@ def configure(kernels: str, threads: int) -> Isa | None:
             return isa
     reason = next((_missing(isa) for isa in ISAS if isa.name == kernels), None)
     raise UsageError(f"--kernels is `{kernels}`: {reason}", f"choose auto or {', '.join(isa.name for isa in usable)}")
+
+
+def screens(kernels: str) -> bool:
+    """Whether the kernels of `kernels` on this CPU keep what finds the largest logit for less than all logits."""
+    return kernels in ("auto", _SCREENS.name) and _missing(_SCREENS) is None
 
 
 def build_id() -> str:

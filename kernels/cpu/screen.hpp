@@ -16,6 +16,7 @@
 namespace llmctl::cpu {
 
 constexpr float kScreenAbove = 1e-20f, kScreenBelow = 1e30f;  // sums of squares of a row that has bounds
+constexpr float kCoarseLeast = 1e-35f;  // of a bound, for products that vanish
 constexpr float kScreenSlack = 1.001f;       // for the rounding of the bounds themselves
 constexpr float kScreenRounding = 0x1p-22f;  // of each group's part in an output, of both ways to compute it
 
@@ -163,33 +164,41 @@ struct ScreenTile {
   }
 };
 
-// Stores the outputs and keeps what they say of the panel and the row.
+// Stores outputs that may be `off` from what they are, and keeps what they say of the panel and the row.
 template <class Isa>
-LLMCTL_NOINLINE void finish_tile(const ScreenArgs& a, const float* sums, int rows, int row, int panel) {
+LLMCTL_INLINE void keep_bounds(const ScreenArgs& a, int row, int panel, const typename Isa::F (&values)[2],
+                               const typename Isa::F (&off)[2]) {
   using F = typename Isa::F;
   const long column = static_cast<long>(panel) * kPanel;
   const F minus_inf = Isa::set1(-std::numeric_limits<float>::infinity());
-  const F norms[2] = {Isa::load(a.norms + column), Isa::load(a.norms + column + kLanes)};
   const int real = least(kPanel, a.weight.n - static_cast<int>(column));
+  F upper = minus_inf, lower = minus_inf;
+  unsigned ordered = 0xFF;
+  for (int half = 0; half < 2; ++half) {
+    Isa::store(a.out.row(row) + column + half * kLanes, values[half]);
+    const F above = Isa::add(values[half], off[half]), below = Isa::sub(values[half], off[half]);
+    ordered &= Isa::mask_bits(Isa::equal(above, above));
+    upper = Isa::max(above, upper);
+    lower = Isa::max(Isa::keep(below, 0, real - half * kLanes, minus_inf), lower);
+  }
+  a.upper[static_cast<long>(panel) * a.rows + row] =
+      ordered == 0xFF ? Isa::max_lane(upper) : std::numeric_limits<float>::infinity();
+  const float least_largest = Isa::max_lane(lower);
+  std::atomic<float>& best = a.best[row];
+  float seen = best.load(std::memory_order_relaxed);
+  while (least_largest > seen && !best.compare_exchange_weak(seen, least_largest, std::memory_order_relaxed)) {
+  }
+}
+
+template <class Isa>
+LLMCTL_NOINLINE void finish_tile(const ScreenArgs& a, const float* sums, int rows, int row, int panel) {
+  using F = typename Isa::F;
+  const float* norms = a.norms + static_cast<long>(panel) * kPanel;
   for (int i = 0; i < rows; ++i) {
     const F reach = Isa::set1(a.reach[row + i]);
-    F upper = minus_inf, lower = minus_inf;
-    unsigned ordered = 0xFF;
-    for (int half = 0; half < 2; ++half) {
-      const F value = Isa::load(sums + i * kPanel + half * kLanes), off = Isa::mul(norms[half], reach);
-      Isa::store(a.out.row(row + i) + column + half * kLanes, value);
-      const F above = Isa::add(value, off), below = Isa::sub(value, off);
-      ordered &= Isa::mask_bits(Isa::equal(above, above));
-      upper = Isa::max(above, upper);
-      lower = Isa::max(Isa::keep(below, 0, real - half * kLanes, minus_inf), lower);
-    }
-    a.upper[static_cast<long>(panel) * a.rows + row + i] =
-        ordered == 0xFF ? Isa::max_lane(upper) : std::numeric_limits<float>::infinity();
-    const float least_largest = Isa::max_lane(lower);
-    std::atomic<float>& best = a.best[row + i];
-    float seen = best.load(std::memory_order_relaxed);
-    while (least_largest > seen && !best.compare_exchange_weak(seen, least_largest, std::memory_order_relaxed)) {
-    }
+    const F values[2] = {Isa::load(sums + i * kPanel), Isa::load(sums + i * kPanel + kLanes)};
+    keep_bounds<Isa>(a, row + i, panel, values,
+                     {Isa::mul(Isa::load(norms), reach), Isa::mul(Isa::load(norms + kLanes), reach)});
   }
 }
 

@@ -47,8 +47,8 @@ struct LinearArgs {
   bool logit_rows_only;
 };
 
-// A linear whose readers look for each row's largest output alone, on rows of 8 bits: what they leave open of an output
-// is at most norms[output] * reach[row].
+// A linear whose readers look for each row's largest output alone. On rows of 8 bits, what they leave open of an output
+// is at most norms[output] * reach[row]; few rows read less of the weights instead.
 struct ScreenArgs : LinearArgs {  // its form is that of the 8 bits
   Form exact;                     // i16
   float* norms;                   // [panels * 16], of each output's weights
@@ -56,7 +56,15 @@ struct ScreenArgs : LinearArgs {  // its form is that of the 8 bits
   float* upper;                   // [panels][rows]: none of the panel's outputs is above it
   std::atomic<float>* best;       // [rows]: the largest output is not below it
   int rows;                       // room for so many
+  uint8_t* coarse;                // the weights' upper bits, coarse.hpp, for kCoarseRows rows at most
+  int8_t* coarse_codes;
+  float* coarse_facts;
 };
+constexpr int kCoarseRows = 4;  // more wait for their products
+constexpr int kCoarseFacts = 3;  // of a group and row: the activations' scale, and what the middle and the bounds add
+static inline long coarse_panel_bytes(int k, int group) {
+  return static_cast<long>(k / group) * (2 * kPanel + group / 32 * 320);
+}
 
 struct RopeStoreArgs {
   Batch batch;
@@ -225,6 +233,10 @@ struct Table {
   void (*screen_norms)(const ScreenArgs&, int panel_begin, int panel_end);
   void (*screen_rows)(const ScreenArgs&, int row_begin, int row_end);
   void (*screen)(const ScreenArgs&, int panel_begin, int panel_end, int row_begin, int row_end, int act_row);
+  // The same for `rows` rows, of which some may be made ready: the upper bits of panels, rows, outputs.
+  void (*coarse_panels)(const ScreenArgs&, int panel_begin, int panel_end);
+  void (*coarse_rows)(const ScreenArgs&, int rows, int row_begin, int row_end, int act_row);
+  void (*coarse)(const ScreenArgs&, int rows, int panel_begin, int panel_end);
   // Tasks are row * num_kv_heads + kv_head: that KV head and the query heads that read it.
   void (*rope_store)(const RopeStoreArgs&, int task_begin, int task_end);
   // One split of a tile to `partials` (layout: attend.hpp); `next` is the one that the thread will probably do next.
