@@ -101,6 +101,7 @@ class Console:
 
         from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TaskProgressColumn, TextColumn
         from rich.progress import Progress as Bars
+        from rich.table import Column
         from rich.text import Text
 
         class Left(ProgressColumn):
@@ -111,7 +112,9 @@ class Console:
                 known = done > 0 and left > 0 and (task.elapsed or 0) >= FIRST_S
                 return Text(_left(task.elapsed or 0, done, left) if known else "")
 
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), Left())
+        # Where a line is too long its description is broken, so that the rest stays readable.
+        description = TextColumn("{task.description}", markup=False, table_column=Column())
+        columns = (description, BarColumn(), TaskProgressColumn(), Left(Column(no_wrap=True)))
         with Bars(*columns, console=self._rich(self.stderr, True), transient=True) as bars:
             tasks: dict[str, TaskID] = {}
 

@@ -61,12 +61,14 @@ def test_progress_on_a_terminal_draws_on_stderr_only(make_console):
 def test_the_time_left_is_that_of_all_work_and_not_of_a_burst(make_console, monkeypatch):
     clock = [1000.0]
     monkeypatch.setattr("rich.console.monotonic", lambda: clock[0])
+    monkeypatch.setenv("COLUMNS", "80")
     console = make_console(tty=("stderr",))
     with console.progress() as progress:
         progress("measuring", 10, 50)
         clock[0] += 60.0
         for done in range(11, 21):
             progress("measuring", done, 50)
+        progress("measuring: " + "requests wait, " * 10, 20, 50)
     assert console.stderr.getvalue().rstrip().rpartition("about ")[2].startswith("3 min left")
 
 
