@@ -70,74 +70,106 @@ LLMCTL_NOINLINE void coarse_rows(const ScreenArgs& a, int rows, int row_begin, i
 }
 
 // What the outputs are at most off from `middle`: kScreenLeast where a bound would come too near to zero.
-template <class C, int kRows>
-LLMCTL_NOINLINE void tile_coarse(const uint8_t* __restrict w, const int8_t* __restrict x,
+template <class C, int kRows, int kPanels>
+LLMCTL_NOINLINE void tile_coarse(const uint8_t* __restrict w, long next, const int8_t* __restrict x,
                                  const float* __restrict facts, int groups, int blocks, float* __restrict middles,
                                  float* __restrict offs) {
   using F = typename C::F;
   using I = typename C::I;
-  F middle[kRows], off[kRows];
+  F middle[kRows][kPanels], off[kRows][kPanels];
   LLMCTL_UNROLL
-  for (int i = 0; i < kRows; ++i) middle[i] = C::zero(), off[i] = C::set1(kCoarseLeast);
-  for (int g = 0; g < groups; ++g) {
-    const F scale = C::load_f16(reinterpret_cast<const uint16_t*>(w));
-    w += 2 * kPanel;
-    I high[kRows], low[kRows];
+  for (int i = 0; i < kRows; ++i) {
     LLMCTL_UNROLL
-    for (int i = 0; i < kRows; ++i) high[i] = C::zero_i(), low[i] = C::zero_i();
+    for (int p = 0; p < kPanels; ++p) middle[i][p] = C::zero(), off[i][p] = C::set1(kCoarseLeast);
+  }
+  for (int g = 0; g < groups; ++g) {
+    const uint8_t* scales = w;
+    w += 2 * kPanel;
+    I high[kRows][kPanels], low[kRows][kPanels];
+    LLMCTL_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      LLMCTL_UNROLL
+      for (int p = 0; p < kPanels; ++p) high[i][p] = C::zero_i(), low[i][p] = C::zero_i();
+    }
 #pragma GCC unroll 1
     for (int block = 0; block < blocks; ++block, w += 320) {
-      C::prefetch(w + Ahead::kBytes);
-      C::prefetch(w + Ahead::kBytes + 320);
+      if constexpr (kPanels == 1) C::prefetch(w + Ahead::kBytes);
 #pragma GCC unroll 4
       for (int step = 0; step < 4; ++step, x += 16 * kRows) {
-        typename C::Codes4 first, second;
-        C::load_codes5(w + 64 + 64 * step, w + 16 * step, first, second);
-        C::prefetch(w + Ahead::kBytes + 64 + 64 * step);
+        if constexpr (kPanels == 1) C::prefetch(w + Ahead::kBytes + 64 + 64 * step);
+        typename C::Codes4 codes[kPanels][2];
         LLMCTL_UNROLL
-        for (int i = 0; i < kRows; ++i) {
-          high[i] = C::dot4(high[i], first, C::broadcast_x4(x + 8 * i));
-          low[i] = C::dot4(low[i], first, C::broadcast_x4(x + 8 * i + 4));
+        for (int p = 0; p < kPanels; ++p) {
+          const uint8_t* from = w + p * next;
+          C::load_codes5(from + 64 + 64 * step, from + 16 * step, codes[p][0], codes[p][1]);
         }
         LLMCTL_UNROLL
-        for (int i = 0; i < kRows; ++i) {
-          high[i] = C::dot4(high[i], second, C::broadcast_x4(x + 8 * (kRows + i)));
-          low[i] = C::dot4(low[i], second, C::broadcast_x4(x + 8 * (kRows + i) + 4));
+        for (int half = 0; half < 2; ++half) {
+          LLMCTL_UNROLL
+          for (int i = 0; i < kRows; ++i) {
+            const int8_t* parts = x + 8 * (half * kRows + i);
+            const auto x_high = C::broadcast_x4(parts), x_low = C::broadcast_x4(parts + 4);
+            LLMCTL_UNROLL
+            for (int p = 0; p < kPanels; ++p) {
+              high[i][p] = C::dot4(high[i][p], codes[p][half], x_high);
+              low[i][p] = C::dot4(low[i][p], codes[p][half], x_low);
+            }
+          }
         }
       }
     }
+    F scale[kPanels];
+    load_halves<C, kPanels>(scales, next, scale);
     LLMCTL_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const F total = C::to_float(C::add_i(C::template shift_left<4>(high[i]), low[i]));
-      const F value = C::fma(total, C::set1(8.0f), C::broadcast(facts + kRows + i));
-      middle[i] = C::fma(C::mul(value, scale), C::broadcast(facts + i), middle[i]);
-      off[i] = C::fma(scale, C::broadcast(facts + 2 * kRows + i), off[i]);
+      LLMCTL_UNROLL
+      for (int p = 0; p < kPanels; ++p) {
+        const F total = C::to_float(C::add_i(C::template shift_left<4>(high[i][p]), low[i][p]));
+        const F value = C::fma(total, C::set1(8.0f), C::broadcast(facts + kRows + i));
+        middle[i][p] = C::fma(C::mul(value, scale[p]), C::broadcast(facts + i), middle[i][p]);
+        off[i][p] = C::fma(scale[p], C::broadcast(facts + 2 * kRows + i), off[i][p]);
+      }
     }
     facts += kCoarseFacts * kRows;
   }
   LLMCTL_UNROLL
   for (int i = 0; i < kRows; ++i) {
-    C::store(middles + i * kPanel, middle[i]);
-    C::store(offs + i * kPanel, off[i]);
+    LLMCTL_UNROLL
+    for (int p = 0; p < kPanels; ++p) {
+      C::store(at_sum<C, kRows>(middles, i, p), middle[i][p]);
+      C::store(at_sum<C, kRows>(offs, i, p), off[i][p]);
+    }
+  }
+}
+
+// Panels that are `apart` from each other.
+template <class Isa, int kRows, int kPanels>
+LLMCTL_INLINE void run_coarse(const ScreenArgs& a, int panel, int apart) {
+  using F = typename Isa::F;
+  const long bytes = coarse_panel_bytes(a.weight.k, a.weight.group);
+  alignas(64) float middles[kPanels * kRows * kPanel], offs[kPanels * kRows * kPanel];
+  tile_coarse<typename Isa::Columns, kRows, kPanels>(a.coarse + panel * bytes, apart * bytes, a.coarse_codes,
+                                                     a.coarse_facts, a.act.k / a.weight.group, a.weight.group / 32,
+                                                     middles, offs);
+  for (int p = 0; p < kPanels; ++p) {
+    for (int i = 0; i < kRows; ++i) {
+      const int at = (p * kRows + i) * kPanel;
+      const F values[2] = {Isa::load(middles + at), Isa::load(middles + at + kLanes)};
+      keep_bounds<Isa>(a, i, panel + p * apart, values, {Isa::load(offs + at), Isa::load(offs + at + kLanes)});
+    }
   }
 }
 
 template <class Isa>
 LLMCTL_NOINLINE void coarse(const ScreenArgs& a, int rows, int panel_begin, int panel_end) {
-  const int groups = a.act.k / a.weight.group, blocks = a.weight.group / 32;
-  const long bytes = coarse_panel_bytes(a.weight.k, a.weight.group);
   with_height<kCoarseRows>(rows, [&]<int kRows>() {
-    alignas(64) float middles[kRows * kPanel], offs[kRows * kPanel];
-    for (int panel = panel_begin; panel < panel_end; ++panel) {
-      tile_coarse<typename Isa::Columns, kRows>(a.coarse + panel * bytes, a.coarse_codes, a.coarse_facts, groups, blocks,
-                                                middles, offs);
-      for (int i = 0; i < kRows; ++i) {
-        using F = typename Isa::F;
-        const float *middle = middles + i * kPanel, *off = offs + i * kPanel;
-        const F value[2] = {Isa::load(middle), Isa::load(middle + kLanes)};
-        keep_bounds<Isa>(a, i, panel, value, {Isa::load(off), Isa::load(off + kLanes)});
-      }
+    int panel = panel_begin;
+    if constexpr (kRows == 1) {  // as run_streams of linear.hpp does
+      const int apart = (panel_end - panel_begin) / 2;
+      for (; panel < panel_begin + apart; ++panel) run_coarse<Isa, kRows, 2>(a, panel, apart);
+      panel += apart;
     }
+    for (; panel < panel_end; ++panel) run_coarse<Isa, kRows, 1>(a, panel, 1);
   });
 }
 

@@ -216,7 +216,7 @@ LLMCTL_INLINE void project_height(int rows, const uint8_t* panel, const float* x
   if constexpr (kMost > 0) {
     if (rows == kMost) {
       const Ahead ahead{panel + Ahead::kBytes, kFloatRowBytes<kKind>};
-      tile_float<typename Isa::Columns, kKind, kMost>(panel, ahead, x, stride, rank, sums);
+      tile_float<typename Isa::Columns, kKind, kMost, 1>(panel, 0, ahead, x, stride, rank, sums);
     } else {
       project_height<Isa, kKind, kMost - 1>(rows, panel, x, stride, rank, sums);
     }

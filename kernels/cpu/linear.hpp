@@ -38,6 +38,13 @@ LLMCTL_NOINLINE void finish_tile(const LinearArgs& a, const float* sums, int row
   }
 }
 
+// Where a tile's vector of sums [panels][kRows][16] lies.
+template <class C, int kRows>
+LLMCTL_INLINE float* at_sum(float* sums, int row, int v) {
+  constexpr int kAcross = kPanel / C::kWidth;
+  return sums + (v / kAcross * kRows + row) * kPanel + v % kAcross * C::kWidth;
+}
+
 // For tiles that read the act as it is.
 struct NothingPrepared {
   using Args = LinearArgs;
@@ -53,6 +60,7 @@ struct TileRows {
   long act_row;
   int32_t* room;
   Ahead ahead;
+  int apart = 1;  // from each of the tile's panels to the next
 };
 
 // What the `tile`th of `tiles` asks for that pass by some panels, of which `next` are left. The next panels are wanted
@@ -75,10 +83,12 @@ LLMCTL_INLINE void run_tile(const typename Tile::Args& a, const TileRows& rows, 
   alignas(64) float sums[kPanels * kRows * kPanel];
   for (int i = 0; i < kRows; ++i) {
     const float* out = a.out.row(rows.row + i) + static_cast<long>(panel) * kPanel;
-    for (int p = 0; p < kPanels; ++p) __builtin_prefetch(out + p * kPanel, 1);
+    for (int p = 0; p < kPanels; ++p) __builtin_prefetch(out + p * rows.apart * kPanel, 1);
   }
   Tile::template run<kRows, kPanels>(a, panel, rows, sums);
-  for (int p = 0; p < kPanels; ++p) finish_tile<Isa>(a, sums + p * kRows * kPanel, kRows, rows.row, panel + p);
+  for (int p = 0; p < kPanels; ++p) {
+    finish_tile<Isa>(a, sums + p * kRows * kPanel, kRows, rows.row, panel + p * rows.apart);
+  }
 }
 
 // Calls visit<kRows>() for the height of the tile, one of 1..kMost.
@@ -93,9 +103,22 @@ LLMCTL_INLINE void with_height(int count, const Visit& visit) {
   }
 }
 
+// One row has no work but to wait for memory, which gives most to a few streams far apart that it may read ahead of by
+// itself: that many parts of the panels are read side by side. Returns the first panel that is left.
+template <class Isa, class Tile>
+LLMCTL_INLINE int run_streams(const typename Tile::Args& a, TileRows row, int panel_begin, int panel_end) {
+  const int apart = (panel_end - panel_begin) / Tile::kStreams;
+  row.apart = apart;
+  row.ahead = {a.weight.panel(panel_begin), 0};
+  for (int panel = panel_begin; panel < panel_begin + apart; ++panel) {
+    run_tile<Isa, Tile, 1, Tile::kStreams>(a, row, panel);
+  }
+  return panel_begin + apart * Tile::kStreams;
+}
+
 // Runs the tiles of the rows, the fewest and those of about one height, for each panel: a panel stays in L1 while the
-// rows pass by, of which Tile::kTogether tiles are prepared at a time. Rows that are one tile wait for memory, which
-// likes one panel after the other; more wait for the loads of their values, which two panels share.
+// rows pass by, of which Tile::kTogether tiles are prepared at a time. A few rows that are one tile wait for memory,
+// which likes one panel after the other; more wait for the loads of their values, which two panels share.
 template <class Isa, class Tile>
 LLMCTL_NOINLINE void linear(const typename Tile::Args& a, int panel_begin, int panel_end, int row_begin, int row_end,
                             int act_row) {
@@ -134,6 +157,7 @@ LLMCTL_NOINLINE void linear(const typename Tile::Args& a, int panel_begin, int p
       }
     };
     int panel = panel_begin;
+    if (rows == 1) panel = run_streams<Isa, Tile>(a, tile_at(first_row, first, first_row), panel, panel_end);
     if (tiles > 1) {
       for (; panel + Tile::kPanels <= panel_end; panel += Tile::kPanels) {
         run_panels.template operator()<Tile::kPanels>(panel);

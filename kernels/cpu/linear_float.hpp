@@ -1,7 +1,7 @@
 // Linear tiles for float weights with float32 activations: one fma per input, in ascending order.
 //
 // Panel: [k][16]. f32 and f16 hold columns 0..15 in order; bf16 holds pairs (column j, column j + 8), so that a shift
-// and a mask give two vectors of 8 columns without a shuffle. 6 rows x 2 vectors of 8 = 12 accumulators.
+// and a mask give two vectors of 8 columns without a shuffle. 6 rows x 2 vectors of 8, or 8 rows x 16, are a tile.
 #pragma once
 
 #include "linear.hpp"
@@ -28,11 +28,11 @@ LLMCTL_INLINE void load_columns(const uint8_t* w, typename C::F (&v)[kPanel / C:
   }
 }
 
-template <class C, WeightKind kKind, int kRows>
-LLMCTL_NOINLINE void tile_float(const uint8_t* __restrict w, Ahead ahead, const float* __restrict x, long x_stride,
-                                int k, float* __restrict sums) {
+template <class C, WeightKind kKind, int kRows, int kPanels>
+LLMCTL_NOINLINE void tile_float(const uint8_t* __restrict w, long next, Ahead ahead, const float* __restrict x,
+                                long x_stride, int k, float* __restrict sums) {
   using F = typename C::F;
-  constexpr int kVectors = kPanel / C::kWidth;
+  constexpr int kAcross = kPanel / C::kWidth, kVectors = kPanels * kAcross;
   F acc[kRows][kVectors];
   LLMCTL_UNROLL
   for (int i = 0; i < kRows; ++i) {
@@ -41,8 +41,9 @@ LLMCTL_NOINLINE void tile_float(const uint8_t* __restrict w, Ahead ahead, const 
   }
 #pragma GCC unroll 1
   for (int j = 0; j < k; ++j) {
-    F columns[kVectors];
-    load_columns<C, kKind>(w, columns);
+    F columns[kPanels][kAcross];
+    LLMCTL_UNROLL
+    for (int p = 0; p < kPanels; ++p) load_columns<C, kKind>(w + p * next, columns[p]);
     C::prefetch(ahead.at);
     ahead.at += ahead.pace;
     w += kFloatRowBytes<kKind>;
@@ -50,24 +51,25 @@ LLMCTL_NOINLINE void tile_float(const uint8_t* __restrict w, Ahead ahead, const 
     for (int i = 0; i < kRows; ++i) {
       const F xi = C::broadcast(x + i * x_stride + j);
       LLMCTL_UNROLL
-      for (int v = 0; v < kVectors; ++v) acc[i][v] = C::fma(xi, columns[v], acc[i][v]);
+      for (int v = 0; v < kVectors; ++v) acc[i][v] = C::fma(xi, columns[v / kAcross][v % kAcross], acc[i][v]);
     }
   }
   LLMCTL_UNROLL
   for (int i = 0; i < kRows; ++i) {
     LLMCTL_UNROLL
-    for (int v = 0; v < kVectors; ++v) C::store(sums + i * kPanel + C::kWidth * v, acc[i][v]);
+    for (int v = 0; v < kVectors; ++v) C::store(at_sum<C, kRows>(sums, i, v), acc[i][v]);
   }
 }
 
 template <class Isa, WeightKind kKind>
 struct FloatTile : NothingPrepared {
   static constexpr int kMaxRows = Isa::Columns::kFloatRows;
-  static constexpr int kPanels = 1, kStep = 1;
-  template <int kRows, int>
+  static constexpr int kPanels = 1, kStreams = 4, kStep = 1;
+  template <int kRows, int kPanels>
   LLMCTL_INLINE void run(const LinearArgs& a, int panel, const TileRows& rows, float* sums) {
-    tile_float<typename Isa::Columns, kKind, kRows>(a.weight.panel(panel), rows.ahead, a.act.row(rows.act_row), a.act.k,
-                                                    a.act.k, sums);
+    tile_float<typename Isa::Columns, kKind, kRows, kPanels>(a.weight.panel(panel), rows.apart * a.weight.panel_bytes,
+                                                             rows.ahead, a.act.row(rows.act_row), a.act.k, a.act.k,
+                                                             sums);
   }
 };
 

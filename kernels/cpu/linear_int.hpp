@@ -87,13 +87,6 @@ struct RowFacts<1> {
   }
 };
 
-// Where a tile's vector of sums [panels][kRows][16] lies.
-template <class C, int kRows>
-LLMCTL_INLINE float* at_sum(float* sums, int row, int v) {
-  constexpr int kAcross = kPanel / C::kWidth;
-  return sums + (v / kAcross * kRows + row) * kPanel + v % kAcross * C::kWidth;
-}
-
 // sums[row][v] += the products of 32 consecutive k.
 template <class C, int kRows, int kVectors, class Sum>
 LLMCTL_INLINE void add_block_int4(const uint8_t* __restrict w, long next, Ahead& ahead, const int8_t* __restrict x,
@@ -241,7 +234,7 @@ template <class Isa, WeightKind kKind>
 struct Int4Tile {
   using Args = LinearArgs;
   using C = typename Isa::Columns;
-  static constexpr int kMaxRows = C::kIntRows, kPanels = C::kIntPanels, kStep = 8;
+  static constexpr int kMaxRows = C::kIntRows, kPanels = C::kIntPanels, kStreams = 2, kStep = 8;
   static constexpr int kTogether = (16 + kMaxRows - 1) / kMaxRows;
   static constexpr int kTimes = kKind == WeightKind::int4 ? -8 : 1;
 
@@ -258,7 +251,7 @@ struct Int4Tile {
     const auto facts = RowFacts<kRows>::gathered(a.form, rows.act_row, groups(a), rows.room);
     const int blocks = a.form.group / 32;
     const uint8_t* w = a.weight.panel(panel);
-    const long next = a.weight.panel_bytes, in_row = groups(a);
+    const long next = rows.apart * a.weight.panel_bytes, in_row = groups(a);
     const int8_t* x = static_cast<const int8_t*>(a.form.codes) + rows.act_row * a.act.k;
     if (blocks == 1) {
       tile_int4<C, kKind, true, kRows, kPanels>(w, next, rows.ahead, x, a.act.k, facts, a.form.wide, in_row, blocks,
@@ -330,11 +323,11 @@ LLMCTL_NOINLINE void tile_int8(const uint8_t* __restrict w, long next, Ahead ahe
 template <class Isa>
 struct Int8Tile : NothingPrepared {
   using C = typename Isa::Columns;
-  static constexpr int kMaxRows = C::kIntRows, kPanels = C::kIntPanels, kStep = 2;
+  static constexpr int kMaxRows = C::kIntRows, kPanels = C::kIntPanels, kStreams = 2, kStep = 2;
   template <int kRows, int kPanels>
   LLMCTL_INLINE void run(const LinearArgs& a, int panel, const TileRows& rows, float* sums) {
     const long groups = a.act.k / a.form.group;
-    tile_int8<C, kRows, kPanels>(a.weight.panel(panel), a.weight.panel_bytes, rows.ahead,
+    tile_int8<C, kRows, kPanels>(a.weight.panel(panel), rows.apart * a.weight.panel_bytes, rows.ahead,
                                  static_cast<const int16_t*>(a.form.codes) + rows.act_row * a.act.k, a.act.k,
                                  a.form.scales + rows.act_row * groups, groups, a.form.group, sums);
   }

@@ -144,7 +144,7 @@ template <class Isa>
 struct ScreenTile {
   using Args = ScreenArgs;
   using C = typename Isa::Columns;
-  static constexpr int kMaxRows = C::kIntRows, kPanels = C::kIntPanels, kStep = 4;
+  static constexpr int kMaxRows = C::kIntRows, kPanels = C::kIntPanels, kStreams = 1, kStep = 4;
   static constexpr int kTogether = (16 + kMaxRows - 1) / kMaxRows;
 
   static long groups(const ScreenArgs& a) { return a.act.k / a.form.group; }
@@ -158,7 +158,7 @@ struct ScreenTile {
   template <int kRows, int kPanels>
   LLMCTL_INLINE void run(const ScreenArgs& a, int panel, const TileRows& rows, float* sums) {
     const auto facts = RowFacts<kRows>::gathered(a.form, rows.act_row, groups(a), rows.room);
-    tile_screen<C, kRows, kPanels>(a.weight.panel(panel), a.weight.panel_bytes, rows.ahead,
+    tile_screen<C, kRows, kPanels>(a.weight.panel(panel), rows.apart * a.weight.panel_bytes, rows.ahead,
                                    static_cast<const int8_t*>(a.form.codes) + rows.act_row * a.act.k, a.act.k, facts,
                                    groups(a), a.form.group, sums);
   }
