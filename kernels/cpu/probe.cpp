@@ -104,18 +104,18 @@ LLMCTL_PROBE_LOOP(vnni_int8, "avx512f,avx512vnni", __m512i, _mm512_setzero_si512
                   sums[i] = _mm512_dpbusd_epi32(sums[i], _mm512_set1_epi8(5), _mm512_set1_epi8(3)),
                   static_cast<float>(_mm512_cvtsi512_si32(sums[0])))
 
+// Four streams far apart, which the hardware reads ahead of: asking for what comes next gives less.
 __attribute__((target("avx2"))) void avx2_read(const char* data, std::size_t bytes) {
-  __m256i a = _mm256_setzero_si256(), b = a, c = a, d = a;
-  for (std::size_t at = 0; at + 128 <= bytes; at += 128) {
-    const __m256i* p = reinterpret_cast<const __m256i*>(data + at);
-    _mm_prefetch(data + at + 1024, _MM_HINT_T0);
-    _mm_prefetch(data + at + 1088, _MM_HINT_T0);
-    a = _mm256_xor_si256(a, _mm256_loadu_si256(p));
-    b = _mm256_xor_si256(b, _mm256_loadu_si256(p + 1));
-    c = _mm256_xor_si256(c, _mm256_loadu_si256(p + 2));
-    d = _mm256_xor_si256(d, _mm256_loadu_si256(p + 3));
+  constexpr int kStreams = 4;
+  const std::size_t apart = bytes / kStreams / 64 * 64;
+  __m256i sums[kStreams] = {};
+  for (std::size_t at = 0; at < apart; at += 64) {
+    _Pragma("GCC unroll 4") for (int i = 0; i < kStreams; ++i) {
+      const __m256i* p = reinterpret_cast<const __m256i*>(data + i * apart + at);
+      sums[i] = _mm256_xor_si256(sums[i], _mm256_xor_si256(_mm256_loadu_si256(p), _mm256_loadu_si256(p + 1)));
+    }
   }
-  const __m256i all = _mm256_xor_si256(_mm256_xor_si256(a, b), _mm256_xor_si256(c, d));
+  const __m256i all = _mm256_xor_si256(_mm256_xor_si256(sums[0], sums[1]), _mm256_xor_si256(sums[2], sums[3]));
   sink = static_cast<float>(_mm256_cvtsi256_si32(all));
 }
 
