@@ -1,7 +1,7 @@
 """What `plan` predicts against what a process takes, on the default model: within 3 percent.
 
 The process does all that it was asked for: as many sequences as may decode at once, which fill the pool together, of
-texts with tokens from the whole vocabulary, so that every page of the embedding is read.
+texts with tokens from the whole vocabulary, so that every page of the embedding is read; and greedy ones by themselves.
 """
 
 import json
@@ -49,6 +49,12 @@ while engine.stats().blocks_free or count * (each // 2) < vocab // 64:
         asked = Request(id=str(count), prompt=prompt, sampling=free, seed=1, stop_ids=(), max_tokens=each // 2)
         engine.add(asked)
     count += 1
+    while engine.has_work:
+        engine.step()
+# and, more often than it takes to make ready for that, a likeliest token by itself
+likeliest = SamplingParams(temperature=0.0)
+for one in range(40):
+    engine.add(Request(id=f"likeliest {one}", prompt=prompt[:8], sampling=likeliest, seed=1, stop_ids=(), max_tokens=1))
     while engine.has_work:
         engine.step()
 print(json.dumps([budget.total, pss() - before]))
