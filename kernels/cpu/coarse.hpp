@@ -127,7 +127,7 @@ LLMCTL_NOINLINE void tile_coarse(const uint8_t* __restrict w, long next, const i
         const F total = C::to_float(C::add_i(C::template shift_left<4>(high[i][p]), low[i][p]));
         const F value = C::fma(total, C::set1(8.0f), C::broadcast(facts + kRows + i));
         middle[i][p] = C::fma(C::mul(value, scale[p]), C::broadcast(facts + i), middle[i][p]);
-        off[i][p] = C::fma(scale[p], C::broadcast(facts + 2 * kRows + i), off[i][p]);
+        off[i][p] = C::fma(C::abs(scale[p]), C::broadcast(facts + 2 * kRows + i), off[i][p]);
       }
     }
     facts += kCoarseFacts * kRows;

@@ -62,7 +62,7 @@ class Case:
 
 
 def random_weight(format: WeightFormat, n: int, k: int, rng: np.random.Generator) -> PackedWeight:
-    """A packed weight with values of about 1 / sqrt(k)."""
+    """A packed weight with values of about 1 / sqrt(k). A scale may be negative, as those of GGUF often are."""
     if format.is_float:
         values = torch.from_numpy((rng.standard_normal((n, k)) / np.sqrt(k)).astype(np.float32))
         if format.kind == "bf16":
@@ -77,7 +77,7 @@ def random_weight(format: WeightFormat, n: int, k: int, rng: np.random.Generator
     else:
         codes = rng.integers(0, 16, (n, k)).astype(np.uint8)
         scales = rng.uniform(0.5, 1.5, (n, groups)) / np.sqrt(k) / 4
-    scales = scales.astype(np.float16)
+    scales = (scales * rng.choice([-1, 1], scales.shape)).astype(np.float16)
     zeros = None
     if format.zero == "min":
         zeros = (-8 * scales * rng.uniform(0.5, 1.5, (n, groups))).astype(np.float16)

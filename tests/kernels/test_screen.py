@@ -144,8 +144,9 @@ def test_outputs_that_only_pad_the_last_panel_win_nothing(rows: int, isa: str) -
     """Below zero all, where what pads them is zero."""
     format = parse_weight_format("int8g32")
     weight = random_weight(format, 35, 96, np.random.default_rng(0))
-    codes = codes_of(weight)
-    codes[:] = -np.minimum(np.abs(codes), 127)
+    panels = weight.data.reshape(3, 3, -1)
+    scales, codes = panels[:, :, :32].view(np.float16), codes_of(weight)
+    scales[:], codes[:] = np.abs(scales), -np.minimum(np.abs(codes), 127)
     x = np.random.default_rng(3).uniform(0.5, 1.5, (rows, 96)).astype(np.float32)
     found, expected = Head(35, weight=weight)(x)
     assert (expected < 0).all()
