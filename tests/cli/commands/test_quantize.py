@@ -395,7 +395,7 @@ def test_progress_is_a_bar_on_a_terminal_and_plain_lines_in_a_pipe(
     line = [model, "--rtn", "--overwrite", "-o", "out", "--eval-text", text, "--eval-tokens", 64]
     assert run(terminal, *line) == run(pipe, *line) == ExitCode.OK
     shown = terminal.stderr.getvalue()
-    assert "\x1b[" in shown and re.search(r"quantizing 2 layers.*%.*\d:\d\d", shown)
+    assert "\x1b[" in shown and re.search(r"quantizing 2 layers.*━.*\d%", shown)
     said = pipe.stderr.getvalue()
     assert not set("\r\x1b━") & set(said) and "quantizing" not in pipe.stdout.getvalue()
     assert said.splitlines().count("quantizing 2 layers") == 1
