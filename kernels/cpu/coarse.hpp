@@ -14,6 +14,8 @@
 
 namespace llmctl::cpu {
 
+constexpr float kCoarseLeast = 1e-35f;  // of a bound, for products that vanish
+
 template <class Isa>
 LLMCTL_NOINLINE void coarse_panels(const ScreenArgs& a, int panel_begin, int panel_end) {
   using C = typename Isa::Columns;
@@ -69,7 +71,7 @@ LLMCTL_NOINLINE void coarse_rows(const ScreenArgs& a, int rows, int row_begin, i
   }
 }
 
-// What the outputs are at most off from `middle`: kScreenLeast where a bound would come too near to zero.
+// What outputs are about, and how far off they are at most.
 template <class C, int kRows, int kPanels>
 LLMCTL_NOINLINE void tile_coarse(const uint8_t* __restrict w, long next, const int8_t* __restrict x,
                                  const float* __restrict facts, int groups, int blocks, float* __restrict middles,

@@ -16,7 +16,6 @@
 namespace llmctl::cpu {
 
 constexpr float kScreenAbove = 1e-20f, kScreenBelow = 1e30f;  // sums of squares of a row that has bounds
-constexpr float kCoarseLeast = 1e-35f;  // of a bound, for products that vanish
 constexpr float kScreenSlack = 1.001f;       // for the rounding of the bounds themselves
 constexpr float kScreenRounding = 0x1p-22f;  // of each group's part in an output, of both ways to compute it
 
