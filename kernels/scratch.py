@@ -1,6 +1,6 @@
 """The memory that kernels of the CPU take beside the buffers that they are given.
 
-`plan` counts it before our extension is loaded, so the arithmetic of `cpu/stages.hpp`, `cpu/latent_stages.hpp`,
+`plan` counts it before any op is built, so the arithmetic of `cpu/stages.hpp`, `cpu/latent_stages.hpp`,
 `cpu/screen_stages.hpp` and `cpu/table.hpp` stands here once more; `tests/kernels/test_scratch.py` and `test_screen.py`
 hold the two together.
 """
