@@ -36,7 +36,7 @@ from ..kernels.ops import (
     make_rows,
 )
 
-WEIGHT_FORMATS = ("f32", "f16", "bf16", "int8g32", "int4g32", "int4g32min", "int4g32int")
+WEIGHT_FORMATS = ("f32", "f16", "bf16", "int16g32", "int8g32", "int4g32", "int4g32min", "int4g32int")
 KV_FORMATS = tuple(KV_BYTES)
 LATENT_FORMATS = ("f32", "f16", "bf16")
 ACTIVATIONS = ("silu", "gelu_tanh")

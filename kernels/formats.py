@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from .errors import UsageError
 
 FLOAT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+SCALE_BYTES = {**FLOAT_BYTES, "e8m0": 1}
 # What the 16 codes of NF4 mean (QLoRA, arXiv 2305.14314, appendix E), as float32.
 NF4_VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -26,15 +27,16 @@ FP8_LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 class WeightFormat:
     """How a [n, k] weight is stored.
 
-    kind    f32 | f16 | bf16 | int8 | int4, and for CUDA alone fp8_e4m3 (q * s, q the value of a float8) and nf4
+    kind    f32 | f16 | bf16 | int16 | int8 | int4, and for CUDA alone fp8_e4m3 (q * s, q the value of a float8) and nf4
             (v * s, v one of the 16 values of NF4 that the code names)
     group   inputs that share one scale (0 for the float kinds)
     zero    how a code q becomes a value, with scale s (float16) of its group:
-              "none"  int8: q * s          (q in -128..127);  int4: (q - 8) * s  (q in 0..15)
+              "none"  int16: q * s         (q in -8192..8192, s a power of two; for CPUs alone)
+                      int8: q * s          (q in -128..127);  int4: (q - 8) * s  (q in 0..15)
               "min"   q * s + m            (m a float16 per group, as in GGUF Q4_1)
               "int"   int4: (q - z) * s    (z in 0..15 per group, as in AWQ and GPTQ)
-    scales  f16 | f32: what s and m are. f32, a group of 16 and int8 with "min" describe what checkpoints store (GGUF's
-            K-quants), which no CPU kernel reads
+    scales  f16 | f32 | e8m0 (2 ** (byte - 127), 255 for NaN), as int16 has them: what s and m are. f32, a group of 16
+            and int8 with "min" describe what checkpoints store (GGUF's K-quants), which no CPU kernel reads
     """
 
     kind: str
@@ -48,19 +50,19 @@ class WeightFormat:
 
     @property
     def name(self) -> str:
-        """A short stable name: f32, int8g32, int4g32, int4g32min, int4g64int, int4g32min-f32."""
+        """A short stable name: f32, int16g32, int8g32, int4g32, int4g32min, int4g64int, int4g32min-f32."""
         if self.is_float:
             return self.kind
-        wide = "" if self.scales == "f16" else f"-{self.scales}"
+        wide = "-f32" if self.scales == "f32" else ""
         return f"{self.kind}g{self.group}" + ("" if self.zero == "none" else self.zero) + wide
 
     def bits_per_weight(self) -> float:
         """Bits per weight with scales and zeros counted."""
         if self.is_float:
             return 8.0 * FLOAT_BYTES[self.kind]
-        scale = 8 * FLOAT_BYTES[self.scales]
+        scale = 8 * SCALE_BYTES[self.scales]
         extra = scale + {"none": 0, "min": scale, "int": 8}[self.zero]
-        return (8 if self.kind in ("int8", "fp8_e4m3") else 4) + extra / self.group
+        return {"int16": 16, "int8": 8, "fp8_e4m3": 8}.get(self.kind, 4) + extra / self.group
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +105,16 @@ class KVFormat:
 F32 = WeightFormat("f32")
 F16 = WeightFormat("f16")
 BF16 = WeightFormat("bf16")
+INT16 = WeightFormat("int16", 32, "none", "e8m0")
+INT16_TOP = 8192  # largest code: with one of 14 bits, 32 products stay below 2**31
 
 
 def parse_weight_format(name: str) -> WeightFormat:
     """The format that kernels read whose `name` this is; raises UsageError for anything else."""
     if name in FLOAT_BYTES:
         return WeightFormat(name)
+    if name == INT16.name:
+        return INT16
     for kind in ("nf4", "fp8_e4m3"):
         group = name.removeprefix(kind + "g").removesuffix("-f32")
         if name == f"{kind}g{group}-f32" and group.isdigit():
@@ -123,5 +129,5 @@ def parse_weight_format(name: str) -> WeightFormat:
                 return WeightFormat(kind, int(rest))
     raise UsageError(
         f"unknown weight format `{name}`",
-        "known: f32, f16, bf16, int8gN, int4gN, int4gNmin, int4gNint, nf4gN-f32, fp8_e4m3gN-f32",
+        "known: f32, f16, bf16, int16g32, int8gN, int4gN, int4gNmin, int4gNint, nf4gN-f32, fp8_e4m3gN-f32",
     )

@@ -8,8 +8,8 @@ Meaning shared by all implementations (the reference in `reference/` is the orac
 - Rows are independent: an output row depends on its own input row only, in one fixed reduction order.
 - Integer weight formats are multiplied with quantized activations, and that quantization is part of the meaning:
   per row and group of inputs, scale = absmax / Q, code = round-half-to-even(x / scale), with Q = 127 in int8 for int4
-  weights (group of the weight), Q = 2047 in int16 for int8 weights (group of the weight). Integer sums inside a group
-  are exact; across groups one fma per group in ascending order, in float32.
+  weights, Q = 2047 in int16 for int8 weights, Q = 8191 in int16 for int16 weights, each for the group of the weight.
+  Integer sums inside a group are exact; across groups one fma per group in ascending order, in float32.
 - Float weight formats are multiplied with float32 activations, one fma per input in ascending order.
 """
 
@@ -119,7 +119,7 @@ class ActForm:
     high    int32 [rows, k / group]: four bytes, the high parts, which count 16 times; None unless i8
     """
 
-    kind: str  # "i8" | "i16"
+    kind: str  # "i8" | "i12" | "i14"
     group: int
     codes: AnyArray
     scales: F32Array
@@ -152,7 +152,9 @@ def act_form_of(weight: WeightFormat) -> tuple[str, int] | None:
     if weight.kind == "int4":
         return "i8", weight.group
     if weight.kind == "int8":
-        return "i16", weight.group
+        return "i12", weight.group
+    if weight.kind == "int16":
+        return "i14", weight.group
     return None
 
 

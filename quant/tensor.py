@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..kernels.cpu.pack import e8m0_values
 from ..kernels.formats import NF4_VALUES, WeightFormat
 
 Array = npt.NDArray[np.generic]
@@ -17,8 +18,9 @@ class WeightTensor:
     """A weight of shape [n, k] (n outputs, k inputs), or [n] for a norm or a bias.
 
     data    float kinds: float32 | float16 | uint16 (the bits of bfloat16), of the weight's shape;
-            int8: int8 [n, k];  int4, nf4: uint8 [n, k], one code 0..15 per element;  fp8_e4m3: its bits in uint8
-    scales  float16 or float32 as the format says, [n, k / group]; None for the float kinds
+            int16: int16 [n, k];  int8: int8 [n, k];  int4, nf4: uint8 [n, k], one code 0..15 per element;
+            fp8_e4m3: its bits in uint8
+    scales  float16 or float32 as the format says, of int16 exponents in uint8, [n, k / group]; None for the float kinds
     zeros   "min": like scales;  "int": uint8 [n, k / group];  else None
     order   int32 [k]: column j multiplies input order[j], so that the inputs of a group are side by side although the
             checkpoint scattered them (GPTQ with desc_act); None if column j multiplies input j
@@ -61,7 +63,10 @@ class WeightTensor:
         assert self.scales is not None
         n, k = self.data.shape
         codes = _meaning(self.format, self.data).reshape(n, k // self.format.group, self.format.group)
-        scales = self.scales.astype(np.float32)[:, :, None]
+        if self.format.scales == "e8m0":
+            scales = e8m0_values(self.scales)[:, :, None]
+        else:
+            scales = self.scales.astype(np.float32)[:, :, None]
         if self.format.zero == "min":
             assert self.zeros is not None
             return (codes * scales + self.zeros.astype(np.float32)[:, :, None]).reshape(n, k)
@@ -70,7 +75,8 @@ class WeightTensor:
             codes -= self.zeros.astype(np.float32)[:, :, None]
         elif self.format.kind == "int4":
             codes -= 8
-        return (codes * scales).reshape(n, k)
+        with np.errstate(invalid="ignore"):  # a scale that is no number
+            return (codes * scales).reshape(n, k)
 
 
 def _meaning(format: WeightFormat, codes: Array) -> npt.NDArray[np.float32]:

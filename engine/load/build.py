@@ -239,7 +239,7 @@ def _packed(checkpoint: Checkpoint, tensor: PackedTensor, dtype: str) -> Iterato
         yield checkpoint.read_vector(tensor.name).data
         return
     weight = checkpoint.read(tensor.name)
-    target = target_format(weight.format, dtype)
+    target = target_format(weight.format, dtype, tensor.k)
     step = max(1, _CHUNK_ELEMENTS // (PANEL * tensor.k)) * PANEL
     for start in range(0, tensor.n, step):
         rows = convert(tensor.name, weight.select_rows(slice(start, start + step)), target)

@@ -42,7 +42,7 @@ from .entry import (
 from .golden import Golden, read_golden
 from .hub import Source
 from .progress import Progress, silent
-from .text import TEXT_FILES, ChatInfo, read_json
+from .text import TEXT_FILES, ChatInfo
 
 log = logging.getLogger(__name__)
 
@@ -106,10 +106,8 @@ def open_packed(source: Source, *, dtype: str = "auto", cache: Path, progress: P
     """The model, its weights mapped from the cache, where they are built first if need be.
 
     `dtype` float32, float16 or bfloat16 converts every weight, "auto" keeps what is stored and a CPU can multiply with,
-    "native" what a GPU can.
+    "native" what a GPU can. On a CPU floats of 16 bits become integers, which it multiplies faster.
     """
-    if dtype == NATIVE and not _has_native(source):
-        dtype = "auto"
     if dtype not in (*TARGETS, NATIVE):
         raise UsageError(f"--dtype is `{dtype}`", f"choose one of: {', '.join(TARGETS)}")
     packed = cache / "packed"
@@ -151,19 +149,6 @@ def entry_key(source: Source, dtype: str, implementation: str = "llmctl") -> str
             raise CheckpointError(f"cannot read `{path}`: {error.strerror or error}") from error
         parts.append((path.name, status.st_size, status.st_mtime_ns, head))
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-
-
-def _has_native(source: Source) -> bool:
-    """Whether weights are stored as only a GPU's kernels read them."""
-    if source.kind != "hf":
-        return False
-    from ...quant.formats import bitsandbytes, detect, fp8  # as above
-
-    def read_other(name: str) -> Mapping[str, object] | None:
-        return read_json(source.path / name) if (source.path / name).is_file() else None
-
-    found = detect.find_config(read_json(source.path / "config.json"), read_other)
-    return found is not None and (fp8.detect(found.config) or bitsandbytes.detect(found.config)) is not None
 
 
 def list_entries(cache: Path) -> tuple[Entry, ...]:

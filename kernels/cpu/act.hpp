@@ -1,7 +1,7 @@
 // Quantized forms of an activation row.
 //
-// Per row and group of k: scale = absmax / Q, code = round-half-even(x / scale) with Q = 127 (int8) or 2047 (int16 of
-// 12 bits), and the sum of the codes. A true division, not a product with 1 / scale: that is the meaning of the op. A
+// Per row and group of k: scale = absmax / Q, code = round-half-even(x / scale) with Q = 127, 2047 or 8191 (codes of 8, 12
+// or 14 bits), and the sum of the codes. A true division, not a product with 1 / scale: that is the meaning of the op. A
 // NaN or Inf anywhere in a group makes its scale NaN or Inf, so it reaches every output that reads the group. A form may
 // have its values in another order: that of a weight whose groups are not of consecutive inputs.
 //
@@ -14,7 +14,9 @@
 
 namespace llmctl::cpu {
 
-LLMCTL_INLINE float top_code(FormKind kind) { return kind == FormKind::i8 ? 127.0f : 2047.0f; }
+LLMCTL_INLINE float top_code(FormKind kind) { 
+  return kind == FormKind::i8 ? 127.0f : kind == FormKind::i12 ? 2047.0f : 8191.0f;
+}
 
 // Codes of one group, a multiple of C's lanes. Returns their sum.
 template <class C, class Code>

@@ -19,6 +19,7 @@ constexpr int kMaxLatentRope = 128;
 constexpr int kMaxLatentWidth = kMaxHeadDim + kMaxLatentRope;
 constexpr int kMaxNope = 256;
 constexpr int kMaxInt8Group = 8192;  // 8192 x 128 x 2047 is just below 2^31
+constexpr int kInt16Group = 32;      // 32 x 8192 x 8191 too
 
 enum Count : int { kRows = 0, kSeqs = 1, kLogitRows = 2, kLargestOnly = 3 };  // indices into Batch::counts
 
@@ -40,8 +41,8 @@ struct Rows {
   float* row(long i) const { return data + i * stride; }
 };
 
-enum class WeightKind : int { f32, f16, bf16, int8, int4, int4_min, int4_int };
-constexpr int kWeightKinds = 7;
+enum class WeightKind : int { f32, f16, bf16, int16, int8, int4, int4_min, int4_int };
+constexpr int kWeightKinds = 8;
 
 // A [n, k] weight in panels of 16 outputs; the layout of a panel is in linear_float.hpp and linear_int.hpp.
 struct Weight {
@@ -55,7 +56,15 @@ struct Weight {
   const uint8_t* panel(long p) const { return data + p * panel_bytes; }
 };
 
-enum class FormKind : int { i8, i16 };
+// By the bits of a code.
+enum class FormKind : int { i8, i12, i14 };
+
+constexpr FormKind form_kind(WeightKind kind) {
+  return kind == WeightKind::int16 ? FormKind::i14 : kind == WeightKind::int8 ? FormKind::i12 : FormKind::i8;
+}
+
+// Bytes of the scales of an int16 panel, which stand before its codes: whole cache lines.
+constexpr long int16_scales(int k) { return (static_cast<long>(k) / kInt16Group * kPanel + 63) / 64 * 64; }
 
 // Activations quantized per row and group: codes [rows, k], scales and sums [rows, k / group].
 // Code j is of value order[j] of the row, of value j if `order` is null.
@@ -70,7 +79,7 @@ struct Form {
   int group;
   const int32_t* order;  // [k]
   const uint8_t* wide;   // [k / group], kNoQuad where a group has none; null if none has
-  void* codes;  // int8 or int16
+  void* codes;  // int8; of more than 8 bits int16
   float* scales;
   int32_t* sums;
   int32_t* high;

@@ -107,6 +107,7 @@ WeightKind weight_kind(const std::string& kind, const std::string& zero) {
     if (kind == "f32") return WeightKind::f32;
     if (kind == "f16") return WeightKind::f16;
     if (kind == "bf16") return WeightKind::bf16;
+    if (kind == "int16") return WeightKind::int16;
     if (kind == "int8") return WeightKind::int8;
     if (kind == "int4") return WeightKind::int4;
   }
@@ -129,24 +130,32 @@ Weight make_weight(const std::string& kind_name, int group, const std::string& z
             "weight group " + text(group) + " is not a multiple of 32 that divides " + text(k) + " inputs");
     require(kind != WeightKind::int8 || group <= kMaxInt8Group,
             "int8 group " + text(group) + " over " + text(kMaxInt8Group) + ": int32 sums would overflow");
+    require(kind != WeightKind::int16 || group == kInt16Group,
+            "int16 group " + text(group) + ", not " + text(kInt16Group));
     const long columns = kind == WeightKind::int8 ? 2 : kind == WeightKind::int4 ? 2 : 4;  // bytes of scales and zeros
     const long codes = kind == WeightKind::int8 ? group * 16L : group * 8L;
-    panel_bytes = (columns * kPanel + codes) * (k / group);
+    panel_bytes = kind == WeightKind::int16 ? int16_scales(k) + 2L * kPanel * k
+                                            : (columns * kPanel + codes) * (k / group);
   }
   require(bytes == panels * panel_bytes, "packed weight " + text(n) + " x " + text(k) + " has " + text(bytes) +
                                              " bytes, its layout needs " + text(panels * panel_bytes));
   return {kind, group, n, k, panels, panel_bytes, at<const uint8_t>(data)};
 }
 
+const char* form_name(FormKind kind) {
+  return kind == FormKind::i8 ? "i8" : kind == FormKind::i12 ? "i12" : "i14";
+}
+
 Form make_form(const std::string& kind, int group, Address codes, Address scales, Address sums, Address order,
                Address wide, Address high) {
-  require(kind == "i8" || kind == "i16", "unknown activation form `" + kind + "`");
+  const FormKind form = kind == "i8" ? FormKind::i8 : kind == "i12" ? FormKind::i12 : FormKind::i14;
+  require(kind == form_name(form), "unknown activation form `" + kind + "`");
   require(group > 0 && group % 32 == 0, "activation group " + text(group) + " is not a multiple of 32");
   require(order == 0 || group <= kMaxOrderedGroup,
           "activation group " + text(group) + " with an order, at most " + text(kMaxOrderedGroup));
   require(wide == 0 || (kind == "i8" && group / 4 <= kNoQuad && high != 0),
           "activation form " + kind + " of group " + text(group) + " with wide quads");
-  return {kind == "i8" ? FormKind::i8 : FormKind::i16,
+  return {form,
           group,
           at<const int32_t>(order),
           at<const uint8_t>(wide),
@@ -255,12 +264,12 @@ std::shared_ptr<Op> linear(const Batch& batch, const Act& act, const Weight& wei
   require_width("linear output", out, static_cast<long>(weight.panels) * kPanel);
   Form form{};
   if (weight.group != 0) {
-    const FormKind kind = weight.kind == WeightKind::int8 ? FormKind::i16 : FormKind::i8;
+    const FormKind kind = form_kind(weight.kind);
     for (int i = 0; i < act.num_forms; ++i) {
       const Form& found = act.forms[i];
       if (found.kind == kind && found.group == weight.group && found.order == at<const int32_t>(order)) form = found;
     }
-    require(form.codes != nullptr, std::string("the activations have no ") + (kind == FormKind::i8 ? "i8" : "i16") +
+    require(form.codes != nullptr, std::string("the activations have no ") + form_name(kind) +
                                        " form of group " + text(weight.group) + (order != 0 ? " in its order" : ""));
   }
   const LinearArgs args{batch, act, form, weight, at<const float>(bias), out, add, logit_rows_only};

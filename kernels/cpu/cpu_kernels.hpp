@@ -39,7 +39,8 @@ LLMCTL_INLINE constexpr Table make_table() {
   t.linear[static_cast<int>(WeightKind::f32)] = linear<Isa, FloatTile<Isa, WeightKind::f32>>;
   t.linear[static_cast<int>(WeightKind::f16)] = linear<Isa, FloatTile<Isa, WeightKind::f16>>;
   t.linear[static_cast<int>(WeightKind::bf16)] = linear<Isa, FloatTile<Isa, WeightKind::bf16>>;
-  t.linear[static_cast<int>(WeightKind::int8)] = linear<Isa, Int8Tile<Isa>>;
+  t.linear[static_cast<int>(WeightKind::int16)] = linear<Isa, PairsTile<Isa, WeightKind::int16>>;
+  t.linear[static_cast<int>(WeightKind::int8)] = linear<Isa, PairsTile<Isa, WeightKind::int8>>;
   t.linear[static_cast<int>(WeightKind::int4)] = linear<Isa, Int4Tile<Isa, WeightKind::int4>>;
   t.linear[static_cast<int>(WeightKind::int4_min)] = linear<Isa, Int4Tile<Isa, WeightKind::int4_min>>;
   t.linear[static_cast<int>(WeightKind::int4_int)] = linear<Isa, Int4Tile<Isa, WeightKind::int4_int>>;

@@ -1,7 +1,7 @@
 // Embedding rows read out of a packed [vocab, hidden] weight: one column of a panel, dequantized.
 //
 // Codes and scales are gathered eight at a time; each value is exact in float32 (11-bit scale times at most 8-bit
-// code) and rounded once where the rows are scaled, so the result does not depend on the instruction set.
+// code, or a power of two times a 14-bit one) and rounded once where the rows are scaled, so the result does not depend on the instruction set.
 #pragma once
 
 #include "isa.hpp"
@@ -53,6 +53,19 @@ LLMCTL_INLINE void embed_int8(const Weight& w, const uint8_t* panel, int column,
 }
 
 template <class Isa>
+LLMCTL_INLINE void embed_int16(const Weight& w, const uint8_t* panel, int column, float* out) {
+  const auto* codes = reinterpret_cast<const int16_t*>(panel + int16_scales(w.k));
+  for (int k = 0; k < w.k; k += kLanes) {
+    const uint8_t exponents[kLanes] = {panel[k / kInt16Group * kPanel + column]};
+    int32_t q[kLanes];
+    for (int i = 0; i < kLanes; ++i) q[i] = codes[(k + i) / 2 * 2 * kPanel + 2 * column + i % 2];
+    alignas(32) float scales[kLanes];
+    Isa::store(scales, Isa::load_e8m0(exponents));
+    Isa::store(out + k, Isa::mul(Isa::to_float(Isa::load_i(q)), Isa::set1(scales[0])));
+  }
+}
+
+template <class Isa>
 LLMCTL_INLINE void embed_int4(const Weight& w, const uint8_t* panel, int column, float* out) {
   for (int g = 0; g < w.k / w.group; ++g) {
     const auto scale = Isa::set1(half_at<Isa>(panel, column));
@@ -89,6 +102,7 @@ LLMCTL_NOINLINE void embed_rows(const EmbedArgs& a, int row_begin, int row_end) 
       case WeightKind::f32:
       case WeightKind::f16:
       case WeightKind::bf16: embed_float<Isa>(a.weight, panel, column, out); break;
+      case WeightKind::int16: embed_int16<Isa>(a.weight, panel, column, out); break;
       case WeightKind::int8: embed_int8<Isa>(a.weight, panel, column, out); break;
       case WeightKind::int4:
       case WeightKind::int4_min:

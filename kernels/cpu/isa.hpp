@@ -190,6 +190,10 @@ struct Avx2 {
   LLMCTL_INLINE F load_e5m2(const uint8_t* p) {  // the upper half of a half
     return _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), load_64(p)));
   }
+  // Powers of two by their exponents; the largest byte, NaN there, becomes infinity.
+  LLMCTL_INLINE F load_e8m0(const uint8_t* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(load_64(p)), 23));
+  }
 
   // ---- integer dot products over 8 columns
   static constexpr bool kLongSums = false;  // whether a Sum4 is as good as an I for any number of k
@@ -389,6 +393,7 @@ struct Generic {
     return half_to_float((U(load_signed_bytes(p)) << 7) & 0xBFFFu);
   }
   LLMCTL_INLINE F load_e5m2(const uint8_t* p) { return half_to_float((U(load_signed_bytes(p)) << 8) & 0xFFFFu); }
+  LLMCTL_INLINE F load_e8m0(const uint8_t* p) { return bits_as<F>((U(load_signed_bytes(p)) & 0xFFu) << 23); }
 
   // Bytes of a little-endian word are taken apart by shifts, so that one lane is one column throughout.
   struct Codes4 {

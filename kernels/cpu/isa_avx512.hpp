@@ -54,6 +54,9 @@ struct Avx512 : Avx2 {
     LLMCTL_INLINE F load_e5m2(const uint8_t* p) {
       return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepi8_epi16(load_128(p)), 8));
     }
+    LLMCTL_INLINE F load_e8m0(const uint8_t* p) {
+      return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(load_128(p)), 23));
+    }
     LLMCTL_INLINE I zero_i() { return _mm512_setzero_si512(); }
     LLMCTL_INLINE I set1_i(int32_t v) { return _mm512_set1_epi32(v); }
     LLMCTL_INLINE I add_i(I a, I b) { return _mm512_add_epi32(a, b); }

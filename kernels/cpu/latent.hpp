@@ -72,6 +72,24 @@ LLMCTL_INLINE void unpack_int8(const uint8_t* group, int from, int count, float*
   }
 }
 
+template <class Isa>
+LLMCTL_INLINE void unpack_int16(const Weight& w, const uint8_t* panel, int from, int count, float* out) {
+  const uint8_t* codes = panel + int16_scales(w.k) + from * 2 * kPanel;
+  const auto sign = Isa::set1_i(0x8000);
+  for (int half = 0; half < 2; ++half) {
+    const auto scale = Isa::load_e8m0(panel + from / kInt16Group * kPanel + kLanes * half);
+    for (int k = 0; k < count; k += 2) {
+      int32_t words[kLanes];
+      std::memcpy(words, codes + k * 2 * kPanel + 2 * kPanel * half, sizeof(words));
+      const auto both = Isa::load_i(words);
+      const auto first = Isa::and_i(both, Isa::set1_i(0xFFFF)), second = Isa::template shift_right<16>(both);
+      float* at = out + k * kPanel + kLanes * half;
+      Isa::store(at, Isa::mul(Isa::to_float(Isa::sub_i(Isa::xor_i(first, sign), sign)), scale));
+      Isa::store(at + kPanel, Isa::mul(Isa::to_float(Isa::sub_i(Isa::xor_i(second, sign), sign)), scale));
+    }
+  }
+}
+
 template <class Isa, WeightKind kKind>
 LLMCTL_INLINE void unpack_float(const uint8_t* panel, int from, int count, float* out) {
   constexpr long kRowBytes = kPanel * (kKind == WeightKind::f32 ? 4 : 2);
@@ -94,6 +112,7 @@ LLMCTL_INLINE void unpack_inputs(const Weight& w, long panel, int from, int coun
     case WeightKind::f32: return unpack_float<Isa, WeightKind::f32>(data, inside, count, out);
     case WeightKind::f16: return unpack_float<Isa, WeightKind::f16>(data, inside, count, out);
     case WeightKind::bf16: return unpack_float<Isa, WeightKind::bf16>(data, inside, count, out);
+    case WeightKind::int16: return unpack_int16<Isa>(w, data, from, count, out);
     case WeightKind::int8: return unpack_int8<Isa>(group, inside, count, out);
     case WeightKind::int4:
     case WeightKind::int4_min:

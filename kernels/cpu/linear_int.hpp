@@ -1,6 +1,7 @@
-// Linear tiles for int4 and int8 weights with quantized activations: exact integer sums inside a group, times the
-// weight's scale, plus its minimum; then acc = fma(that, x_scale, acc) per group, ascending.
+// Linear tiles for integer weights with quantized activations: exact integer sums inside a group, times the weight's
+// scale, plus its minimum; then acc = fma(that, x_scale, acc) per group, ascending.
 //
+// int16 panel: [group][16] exponents of scales, int16_scales bytes in all, then [k / 2][16 columns][2 consecutive k].
 // int8 panel, per group: 16 f16 scales, then [group / 2][16 columns][2 consecutive k] int8.
 // int4 panel, per group: 16 f16 scales, [16 f16 mins or zero points], then for every 8 k 64 bytes: byte 4 c + i holds
 // code(k + i) of column c in its low nibble and code(k + 4 + i) in its high one.
@@ -263,14 +264,18 @@ struct Int4Tile {
   }
 };
 
-// int16 activations of 12 bits: products and int32 sums are exact up to a group of 8192, and nothing saturates.
-template <class C, int kRows, int kPanels>
-LLMCTL_NOINLINE void tile_int8(const uint8_t* __restrict w, long next, Ahead ahead, const int16_t* __restrict x,
-                               long x_stride, const float* __restrict x_scale, long groups, int group,
-                               float* __restrict sums) {
+// int8 with activations of 12 bits, int16 with those of 14: products and int32 sums are exact up to the largest group
+// of each, and nothing saturates.
+template <class C, WeightKind kKind, int kRows, int kPanels>
+LLMCTL_NOINLINE void tile_pairs(const uint8_t* __restrict w, long next, Ahead ahead, const int16_t* __restrict x,
+                                long x_stride, const float* __restrict x_scale, long groups, int group,
+                                float* __restrict sums) {
   using F = typename C::F;
   using I = typename C::I;
-  constexpr int kVectors = kPanels * kPanel / C::kWidth;
+  constexpr bool kWide = kKind == WeightKind::int16;
+  constexpr int kVectors = kPanels * kPanel / C::kWidth, kPair = kWide ? 4 : 2;
+  const uint8_t* exponents = w;
+  if constexpr (kWide) w += int16_scales(static_cast<int>(groups) * group);
   F acc[kRows][kVectors];
   LLMCTL_UNROLL
   for (int i = 0; i < kRows; ++i) {
@@ -279,8 +284,14 @@ LLMCTL_NOINLINE void tile_int8(const uint8_t* __restrict w, long next, Ahead ahe
   }
   for (long g = 0; g < groups; ++g) {
     F scale[kVectors];
-    load_halves<C, kVectors>(w, next, scale);
-    w += 2 * kPanel;
+    if constexpr (kWide) {
+      LLMCTL_UNROLL
+      for (int v = 0; v < kVectors; ++v) scale[v] = C::load_e8m0(at_vector<C>(exponents, next, v, C::kWidth));
+      exponents += kPanel;
+    } else {
+      load_halves<C, kVectors>(w, next, scale);
+      w += 2 * kPanel;
+    }
     I total[kRows][kVectors];
     LLMCTL_UNROLL
     for (int i = 0; i < kRows; ++i) {
@@ -292,10 +303,15 @@ LLMCTL_NOINLINE void tile_int8(const uint8_t* __restrict w, long next, Ahead ahe
       typename C::Codes2 codes[kVectors];
       LLMCTL_UNROLL
       for (int v = 0; v < kVectors; ++v) {
-        codes[v] = C::load_codes2(reinterpret_cast<const int8_t*>(at_vector<C>(w, next, v, 2 * C::kWidth)));
+        const uint8_t* at = at_vector<C>(w, next, v, kPair * C::kWidth);
+        if constexpr (kWide) {
+          codes[v] = C::load_pairs(reinterpret_cast<const int16_t*>(at));
+        } else {
+          codes[v] = C::load_codes2(reinterpret_cast<const int8_t*>(at));
+        }
       }
       ask_for<C, kPanels>(ahead, next);
-      w += 2 * kPanel;
+      w += kPair * kPanel;
       LLMCTL_UNROLL
       for (int i = 0; i < kRows; ++i) {
         const auto xi = C::broadcast_x2(x + i * x_stride + k);
@@ -320,16 +336,16 @@ LLMCTL_NOINLINE void tile_int8(const uint8_t* __restrict w, long next, Ahead ahe
   }
 }
 
-template <class Isa>
-struct Int8Tile : NothingPrepared {
+template <class Isa, WeightKind kKind>
+struct PairsTile : NothingPrepared {
   using C = typename Isa::Columns;
   static constexpr int kMaxRows = C::kIntRows, kPanels = C::kIntPanels, kStreams = 2, kStep = 2;
   template <int kRows, int kPanels>
   LLMCTL_INLINE void run(const LinearArgs& a, int panel, const TileRows& rows, float* sums) {
     const long groups = a.act.k / a.form.group;
-    tile_int8<C, kRows, kPanels>(a.weight.panel(panel), rows.apart * a.weight.panel_bytes, rows.ahead,
-                                 static_cast<const int16_t*>(a.form.codes) + rows.act_row * a.act.k, a.act.k,
-                                 a.form.scales + rows.act_row * groups, groups, a.form.group, sums);
+    tile_pairs<C, kKind, kRows, kPanels>(a.weight.panel(panel), rows.apart * a.weight.panel_bytes, rows.ahead,
+                                         static_cast<const int16_t*>(a.form.codes) + rows.act_row * a.act.k, a.act.k,
+                                         a.form.scales + rows.act_row * groups, groups, a.form.group, sums);
   }
 };
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _cpu
-from ..formats import KV_BYTES, WeightFormat
+from ..formats import INT16, KV_BYTES, WeightFormat
 from ..ops import (
     NO_QUAD,
     Act,
@@ -284,6 +284,8 @@ def build_sample(args: SampleArgs) -> CpuSample:
 def _refuse_weight(format: WeightFormat, k: int) -> str | None:
     if format.is_float:
         return None
+    if format == INT16:
+        return None if k % format.group == 0 else f"{k} inputs are not a multiple of {format.group}"
     if format.kind not in ("int4", "int8") or (format.kind == "int8" and format.zero != "none"):
         return f"weight format {format.name}"
     if format.group <= 0 or format.group % 32 or k % format.group:

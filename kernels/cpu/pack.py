@@ -5,6 +5,8 @@ along k, so that a kernel walks a panel with a single pointer and threads share 
 
     f32, f16   [k][16] values
     bf16       [k][8][2] values: column j and column j + 8 side by side, so that a shift and a mask widen a pair
+    int16      [groups][16] exponents of scales, with zeros up to a multiple of 64 bytes, so codes fill cache lines;
+               then [k / 2][16][2] codes: two consecutive inputs for one multiply-add
     int8       per group: 16 float16 scales, then [group / 2][16][2] codes: two consecutive inputs for one multiply-add
     nf4, fp8   as int4 and int8 but with float32 scales: only stored in this layout, for a GPU to be packed anew
     int4       per group: 16 float16 scales, with zeros also 16 float16 minima or zero points, then for every 8
@@ -22,13 +24,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..errors import UsageError
-from ..formats import FLOAT_BYTES, WeightFormat
-from ..ops import PANEL, AnyArray, PackedWeight, U8Array
+from ..formats import FLOAT_BYTES, INT16, WeightFormat
+from ..ops import PANEL, AnyArray, F32Array, PackedWeight, U8Array
 
-LAYOUT_VERSION = "panel16.1"
+LAYOUT_VERSION = "panel16.2"
 GROUPS = (32, 64, 128)  # and the whole of k
 STORED_ONLY = ("nf4", "fp8_e4m3")
 _CHUNK_ELEMENTS = 1 << 21
+_LINE = 64  # bytes of a cache line
 _BYTES = ("int8", "fp8_e4m3")
 
 
@@ -37,6 +40,8 @@ def check_layout(format: WeightFormat, k: int) -> None:
     if format.is_float:
         return
     group = format.group
+    if format == INT16 and k % group == 0:
+        return
     if format.kind not in ("int8", "int4") or (format.kind == "int8" and format.zero != "none"):
         raise UsageError(f"no CPU layout for weight format {format.name}", "int8 is symmetric; int4 may have zeros")
     if group not in GROUPS and (group != k or group % 32 != 0):
@@ -64,6 +69,8 @@ def packed_bytes(format: WeightFormat, n: int, k: int) -> int:
     panels = -(-n // PANEL)
     if format.is_float:
         return panels * PANEL * k * FLOAT_BYTES[format.kind]
+    if format == INT16:
+        return panels * _wide_record(k).itemsize
     return panels * (k // format.group) * _group_record(format).itemsize
 
 
@@ -77,6 +84,9 @@ def pack(
         _pack_floats(format, data, out)
     else:
         assert scales is not None and (zeros is not None) == (format.zero != "none"), format.name
+        if format == INT16:
+            _pack_wide(data, scales, out)
+            return out
         _pack_groups(format, data, scales, zeros, out)
     return out
 
@@ -87,7 +97,14 @@ def unpack(weight: PackedWeight) -> tuple[AnyArray, AnyArray | None, AnyArray | 
     assert weight.data.size == size, (weight.data.size, size, weight.format.name, weight.n, weight.k)
     if weight.format.is_float:
         return _unpack_floats(weight), None, None
+    if weight.format == INT16:
+        return *_unpack_wide(weight), None
     return _unpack_groups(weight)
+
+
+def e8m0_values(exponents: AnyArray) -> F32Array:
+    """The power of two, 2 ** (byte - 127), of each byte; infinity for 255."""
+    return (exponents.astype(np.uint32) << np.uint32(23)).view(np.float32)
 
 
 def _pack_floats(format: WeightFormat, data: AnyArray, out: U8Array) -> None:
@@ -110,6 +127,34 @@ def _unpack_floats(weight: PackedWeight) -> AnyArray:
             block = block.reshape(-1, PANEL // 2, 2, k).transpose(0, 2, 1, 3)
         bits[rows] = block.reshape(-1, k)[: rows.stop - rows.start]
     return bits.view({"f32": np.float32, "f16": np.float16, "bf16": np.uint16}[format.kind])
+
+
+def _pack_wide(data: AnyArray, scales: AnyArray, out: U8Array) -> None:
+    n, k = data.shape
+    records = out.view(_wide_record(k))
+    groups = scales.shape[1]
+    for rows, panels in _chunks(n, k):
+        block = records[panels]
+        block["scales"][:, :groups] = _padded(scales[rows]).reshape(-1, PANEL, groups).transpose(0, 2, 1)
+        block["codes"] = _padded(data[rows]).view(np.uint32).reshape(-1, PANEL, k // 2).transpose(0, 2, 1)
+
+
+def _unpack_wide(weight: PackedWeight) -> tuple[AnyArray, AnyArray]:
+    n, k = weight.n, weight.k
+    records, groups = weight.data.view(_wide_record(k)), k // INT16.group
+    data, scales = np.empty((n, k), np.int16), np.empty((n, groups), np.uint8)
+    for rows, panels in _chunks(n, k):
+        block, count = records[panels], rows.stop - rows.start
+        scales[rows] = block["scales"][:, :groups].transpose(0, 2, 1).reshape(-1, groups)[:count]
+        words = np.ascontiguousarray(block["codes"].transpose(0, 2, 1))
+        data[rows] = words.view(np.int16).reshape(-1, k)[:count]
+    return data, scales
+
+
+def _wide_record(k: int) -> np.dtype[np.void]:
+    """What a panel of int16 looks like, its codes as words that belong to one column each."""
+    lines = -(-k // INT16.group * PANEL // _LINE)
+    return np.dtype([("scales", np.uint8, (lines * _LINE // PANEL, PANEL)), ("codes", np.uint32, (k // 2, PANEL))])
 
 
 def _pack_groups(format: WeightFormat, data: AnyArray, scales: AnyArray, zeros: AnyArray | None, out: U8Array) -> None:

@@ -50,7 +50,7 @@ struct LinearArgs {
 // A linear whose readers look for each row's largest output alone. On rows of 8 bits, what they leave open of an output
 // is at most norms[output] * reach[row]; few rows read less of the weights instead.
 struct ScreenArgs : LinearArgs {  // its form is that of the 8 bits
-  Form exact;                     // i16
+  Form exact;                     // i12
   float* norms;                   // [panels * 16], of each output's weights
   float* reach;                   // [rows]
   float* upper;                   // [panels][rows]: none of the panel's outputs is above it

@@ -7,7 +7,7 @@ import torch
 
 from ..ops import LOGIT_ROWS, NO_QUAD, ROWS, WIDE_TOP, Act, ActForm, Batch, I32Array, U8Array
 
-Q_MAX = {"i8": 127.0, "i16": 2047.0}
+Q_MAX = {"i8": 127.0, "i12": 2047.0, "i14": 8191.0}
 
 
 def batch_rows(batch: Batch, logit_rows_only: bool) -> I32Array:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cpu.pack import unpack
+from ..cpu.pack import e8m0_values, unpack
 from ..ops import PackedWeight
 
 
@@ -35,6 +35,8 @@ def integer_groups(weight: PackedWeight) -> Groups:
     data, scales, zeros = unpack(weight)
     assert scales is not None
     codes = torch.from_numpy(data).double().reshape(weight.n, -1, format.group)
+    if format.scales == "e8m0":
+        scales = e8m0_values(scales)
     scale = torch.from_numpy(scales).double()
     none = torch.zeros_like(scale)
     if zeros is None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from llmctl.kernels.cpu.pack import pack
-from llmctl.kernels.formats import KVFormat, WeightFormat, parse_weight_format
+from llmctl.kernels.formats import INT16, INT16_TOP, KVFormat, WeightFormat, parse_weight_format
 from llmctl.kernels.ops import (
     NO_QUAD,
     Act,
@@ -47,7 +47,7 @@ STORED = {
     "int8": torch.int8,
     "int16": torch.int16,
 }
-ALL_FORMS = tuple(parse_weight_format(name) for name in ("f32", "int4g32", "int8g32", "int4g64"))
+ALL_FORMS = tuple(parse_weight_format(name) for name in ("f32", "int16g32", "int4g32", "int8g32", "int4g64"))
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,10 @@ def random_weight(format: WeightFormat, n: int, k: int, rng: np.random.Generator
             data = values.numpy() if format.kind == "f32" else values.half().numpy()
         return PackedWeight(format, n, k, pack(format, data))
     groups = k // format.group
+    if format == INT16:
+        codes = rng.integers(-INT16_TOP, INT16_TOP + 1, (n, k)).astype(np.int16)
+        exponents = rng.integers(-1, 2, (n, groups)) - int(np.log2(np.sqrt(k))) - 13
+        return PackedWeight(format, n, k, pack(format, codes, (exponents + 127).astype(np.uint8)))
     if format.kind == "int8":
         codes = rng.integers(-127, 128, (n, k)).astype(np.int8)
         scales = rng.uniform(0.5, 1.5, (n, groups)) / np.sqrt(k) / 64
@@ -404,7 +408,17 @@ def all_cases() -> Iterator[Case]:
     floats = [parse_weight_format(name) for name in ("f32", "f16", "bf16")]
     integers = [
         parse_weight_format(name)
-        for name in ("int8g32", "int8g64", "int8g128", "int4g32", "int4g64", "int4g128", "int4g32min", "int4g64int")
+        for name in (
+            "int16g32",
+            "int8g32",
+            "int8g64",
+            "int8g128",
+            "int4g32",
+            "int4g64",
+            "int4g128",
+            "int4g32min",
+            "int4g64int",
+        )
     ]
     whole = (WeightFormat("int8", 384), WeightFormat("int4", 384), WeightFormat("int4", 384, "min"))
     for format in (*floats, *integers, *whole):
@@ -451,6 +465,7 @@ def all_cases() -> Iterator[Case]:
         yield kv_copy_case(kind, block_size, 3, 16)
     for rows, kind, block_size, weight in (
         (1, "f32", 8, "f32"), (2, "f16", 16, "f16"), (7, "bf16", 16, "bf16"), (33, "f16", 64, "int8g32"),
+        (7, "f32", 8, "int16g32"),
         (7, "f32", 64, "int4g32"), (3, "f16", 8, "int4g32min"), (33, "bf16", 16, "int4g64int"),
     ):  # fmt: skip
         form = parse_weight_format(weight)

@@ -18,7 +18,7 @@ from .cases import Case, all_cases, linear_case
 
 HEIGHTS = [
     linear_case(parse_weight_format(name), rows, 33, 192)
-    for name in ("f32", "f16", "bf16", "int8g32", "int4g32", "int4g64", "int4g32min", "int4g64int")
+    for name in ("f32", "f16", "bf16", "int16g32", "int8g32", "int4g32", "int4g64", "int4g32min", "int4g64int")
     for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 24)
 ]
 LINEAR = [*HEIGHTS, *(case for case in all_cases() if case.op == "linear")]

@@ -40,7 +40,7 @@ def make(rows: int, block_size: int, kind: str, interleaved: bool, weight: str) 
 @pytest.mark.parametrize(
     ("rows", "block_size", "kind", "interleaved", "weight"),
     [(1, 8, "f32", False, "f32"), (7, 16, "f16", True, "f16"), (33, 64, "bf16", False, "int4g32"),
-     (7, 8, "f32", True, "int8g32")],
+     (7, 8, "f32", True, "int8g32"), (3, 8, "f32", False, "int16g32")],
 )  # fmt: skip
 def test_what_is_absorbed_gives_what_is_expanded(rows, block_size, kind, interleaved, weight, bits):
     args = make(rows, block_size, kind, interleaved, weight)

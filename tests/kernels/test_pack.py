@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from llmctl.kernels.cpu.pack import check_layout, pack, packed_bytes, unpack
 from llmctl.kernels.errors import UsageError
-from llmctl.kernels.formats import WeightFormat, parse_weight_format
+from llmctl.kernels.formats import INT16, WeightFormat, parse_weight_format
 from llmctl.kernels.ops import PackedWeight
 
-NAMES = ("f32", "f16", "bf16", "int8g32", "int8g64", "int4g32", "int4g64min", "int4g32int", "int4g128")
+NAMES = ("f32", "f16", "bf16", "int16g32", "int8g32", "int8g64", "int4g32", "int4g64min", "int4g32int", "int4g128")
 
 
 def random_weight(format: WeightFormat, n: int, k: int, seed: int):
@@ -24,6 +24,8 @@ def random_weight(format: WeightFormat, n: int, k: int, seed: int):
             return bits.astype(np.uint32).view(np.float32), None, None
         return bits.astype(np.uint16).view(np.float16 if format.kind == "f16" else np.uint16), None, None
     groups = k // format.group
+    if format == INT16:
+        return rng.integers(-(2**15), 2**15, (n, k)).astype(np.int16), rng.integers(0, 256, (n, groups), np.uint8), None
     if format.kind == "int8":
         data = rng.integers(-128, 128, (n, k)).astype(np.int8)
     else:

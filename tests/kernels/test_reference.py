@@ -69,7 +69,7 @@ def test_codes_round_half_to_even_and_zeros_have_scale_zero():
     codes, scales, sums = act.quantize(x, "i8", 32)
     assert codes[0, :4].tolist() == [127, 0, 2, -2]
     assert scales.tolist() == [[1, 0]] and sums.tolist() == [[127, 0]] and not codes[0, 32:].any()
-    assert act.quantize(x, "i16", 32)[0][0, 0] == 2047
+    assert act.quantize(x, "i12", 32)[0][0, 0] == 2047
 
 
 def test_a_wide_quad_keeps_its_outlier_and_its_neighbours_precision():

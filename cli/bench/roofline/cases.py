@@ -316,7 +316,7 @@ def _act_bytes(rows: int, k: int, form: WeightFormat) -> int:
     """Bytes of activations in the form that this weight format is multiplied with, written or read."""
     if form.is_float:
         return 4 * rows * k
-    return rows * k * (2 if form.kind == "int8" else 1) + rows * (k // form.group) * 8
+    return rows * k * (1 if form.kind == "int4" else 2) + rows * (k // form.group) * 8
 
 
 def _ones(width: int, rows: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:

@@ -11,7 +11,10 @@ CONTEXTS = (512, 2048)  # tokens before the rows that attend
 
 WEIGHT_FORMATS = tuple(
     parse_weight_format(name)
-    for name in ("int4g32", "int4g32min", "int4g64", "int4g128", "int4g128int", "int8g32", "f16", "bf16", "f32")
+    for name in (
+        *("int4g32", "int4g32min", "int4g64", "int4g128", "int4g128int", "int8g32", "int16g32"),
+        *("f16", "bf16", "f32"),
+    )
 )
 KV_KINDS = tuple(KV_BYTES)
 LATENT_KINDS = ("f32", "f16", "bf16")

@@ -8,7 +8,7 @@ import pytest
 from llmctl.engine.load.convert import convert, roundings, target_format
 from llmctl.kernels.cpu.pack import check_layout
 from llmctl.kernels.errors import UsageError
-from llmctl.kernels.formats import F32, WeightFormat
+from llmctl.kernels.formats import BF16, F16, F32, INT16, WeightFormat
 from llmctl.quant.formats.gguf_blocks import TYPES, read_blocks
 from llmctl.quant.formats.stored import StoredTensor
 from llmctl.quant.tensor import WeightTensor
@@ -39,7 +39,7 @@ def relative_error(weight, kept):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_type_becomes_a_format_that_kernels_read(name):
-    target = target_format(KINDS[name].format, "auto")
+    target = target_format(KINDS[name].format, "auto", 1024)
     check_layout(target, 1024)
     assert (target == KINDS[name].format) == (name in EXACT)
 
@@ -47,7 +47,7 @@ def test_every_type_becomes_a_format_that_kernels_read(name):
 @pytest.mark.parametrize("name", KINDS)
 def test_float32_keeps_every_value(name):
     weight = some_weight(KINDS[name])
-    assert target_format(weight.format, "float32") == F32
+    assert target_format(weight.format, "float32", 1024) == F32
     np.testing.assert_array_equal(convert("w", weight, F32).data, weight.dequantize())
     assert roundings([stored(KINDS[name])], "float32") == ()
 
@@ -58,7 +58,7 @@ def test_float32_keeps_every_value(name):
 )
 def test_what_is_rounded_moves_little(name, most):
     weight = some_weight(KINDS[name])
-    target = target_format(weight.format, "auto")
+    target = target_format(weight.format, "auto", 1024)
     assert 0 < relative_error(weight, convert("w", weight, target)) < most
 
 
@@ -77,10 +77,43 @@ def test_a_group_of_zeros_stays_zero():
     assert (convert("w", weight, WeightFormat("int8", 32)).dequantize() == 0).all()
 
 
+def test_floats_of_16_bits_keep_14_bits_of_the_largest_of_their_group_and_exactly_what_is_a_quarter_of_it():
+    rng = np.random.default_rng(3)
+    exact = (rng.standard_normal((64, 96)) * 10.0 ** rng.uniform(-6, 3, (64, 96))).astype(np.float16)
+    kept = convert("w", WeightTensor(F16, exact), INT16)
+    grouped, values = (x.astype(np.float64).reshape(64, 3, 32) for x in (exact, kept.dequantize()))
+    largest = np.abs(grouped).max(2, keepdims=True)
+    assert np.abs(kept.data.astype(int)).max() <= 8192
+    assert (np.abs(values - grouped) <= largest * 2.0**-13).all()
+    is_large = np.abs(grouped) >= largest / 4
+    np.testing.assert_array_equal(values[is_large], grouped[is_large])
+
+
+def test_the_smallest_and_the_largest_bfloat16_are_kept():
+    values = np.float32([[2.0**127 * 1.5] + [1.0] * 31, [2.0**-120] * 32, [2.0**-133] * 32, [0.0] * 32])
+    kept = convert("w", WeightTensor(BF16, (values.view(np.uint32) >> 16).astype(np.uint16)), INT16).dequantize()
+    assert kept[0, 0] == values[0, 0] and (kept[0, 1:] == 0).all()
+    np.testing.assert_array_equal(kept[1:], values[1:] * [[1], [0], [1]])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_stays_none_and_harms_its_own_group_alone(bad):
+    values = np.ones((2, 64), np.float16)
+    values[1, 40] = bad
+    kept = convert("w", WeightTensor(F16, values), INT16).dequantize()
+    assert not np.isfinite(kept[1, 40]) and (kept[0] == 1).all() and (kept[1, :32] == 1).all()
+
+
+def test_a_width_that_is_no_multiple_of_a_group_stays_as_it_is():
+    assert target_format(F16, "auto", 48) == F16
+    assert target_format(F16, "auto", 64) == target_format(BF16, "auto", 64) == INT16
+    assert target_format(F16, "float16", 64) == F16 and target_format(BF16, "native", 64) == BF16
+
+
 def test_a_scale_that_float16_cannot_hold_is_an_error_with_a_way_out():
     weight = WeightTensor(Q4_K, np.ones((1, 32), np.uint8), np.float32([[7e4]]), np.float32([[0]]))
     with pytest.raises(UsageError, match="tensor `w` has scale 70000") as caught:
-        convert("w", weight, target_format(Q4_K, "auto"))
+        convert("w", weight, target_format(Q4_K, "auto", 32))
     assert "float32" in caught.value.hint
 
 

@@ -21,6 +21,7 @@ from llmctl.engine.load.hub import Source
 from llmctl.engine.load.packed import entry_key, list_entries, open_packed, prune, verify
 from llmctl.kernels.cpu.pack import unpack
 from llmctl.kernels.errors import CapacityError, CheckpointError, UsageError
+from llmctl.kernels.reference.weight import dequantize
 
 
 def source(folder):
@@ -155,7 +156,7 @@ def write_gguf(path, ffn_down="Q4_1", ffn=96):
 
 def test_gguf_formats_are_kept_exactly(tmp_path, cache):
     file = write_gguf(tmp_path / "x.gguf")
-    model = open_packed(file, cache=cache)
+    model = open_packed(file, dtype="native", cache=cache)
     checkpoint = open_checkpoint(file)
     formats = {name: weight.format.name for name, weight in model.weights.items()}
     assert formats["model.embed_tokens.weight"] == "int8g32"
@@ -166,6 +167,20 @@ def test_gguf_formats_are_kept_exactly(tmp_path, cache):
         stored = checkpoint.read(name)
         for got, expected in zip(unpack(weight), (stored.data, stored.scales, stored.zeros)):
             np.testing.assert_array_equal(got, expected)
+
+
+def test_floats_of_16_bits_become_integers_for_a_cpu_unless_a_float_type_is_asked_for(tmp_path, cache):
+    file = write_gguf(tmp_path / "x.gguf")
+    cpu, gpu, half = (open_packed(file, dtype=dtype, cache=cache) for dtype in ("auto", "native", "float16"))
+    for name, weight in cpu.weights.items():
+        stored = gpu.weights[name]
+        if not stored.format.is_float:
+            assert weight.format == stored.format and weight.data.tobytes() == stored.data.tobytes()
+            continue
+        assert weight.format.name == "int16g32" and half.weights[name].format.name == "f16"
+        exact, kept = dequantize(stored), dequantize(weight)
+        largest = exact.abs().reshape(exact.shape[0], -1, 32).amax(2).repeat_interleave(32, 1)
+        assert ((kept - exact).abs() <= largest * 2.0**-13).all()
 
 
 @pytest.mark.parametrize(("kind", "format"), [("Q4_K", "int4g32min"), ("Q5_K", "int8g32"), ("Q6_K", "int8g32")])
@@ -181,7 +196,8 @@ def test_k_quants_are_rounded_and_said_so_at_every_start(tmp_path, cache, caplog
     assert line in caplog.text
     (entry,) = list_entries(cache)
     assert model.weights[name].format.name == format and entry.roundings == model.roundings
-    assert [rounding.startswith(line) for rounding in model.roundings] == [True]
+    assert [rounding.split()[0] for rounding in model.roundings] == sorted(["BF16", "F16", kind])
+    assert any(rounding.startswith(line) for rounding in model.roundings)
 
     caplog.clear()
     exact = open_packed(file, dtype="float32", cache=cache)

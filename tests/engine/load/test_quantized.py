@@ -73,8 +73,7 @@ def test_a_cpu_gets_float8_and_nf4_in_8_bits_and_says_so_a_gpu_gets_them_as_they
     values = write_float(write_checkpoint(tmp_path / "m", "llama"), kind)
     source = Source(tmp_path / "m", "hf", "tiny")
     model = open_packed(source, cache=tmp_path / "cache")
-    (said,) = model.roundings
-    assert "stored as int8g32: values rounded to 8 bits" in said
+    assert any("stored as int8g32: values rounded to 8 bits" in said for said in model.roundings)
     packed = model.weights[Q_PROJ]
     codes, scales, _ = unpack(packed)
     assert packed.format.name == "int8g32" and scales is not None
@@ -89,17 +88,12 @@ def test_a_cpu_gets_float8_and_nf4_in_8_bits_and_says_so_a_gpu_gets_them_as_they
         np.testing.assert_array_equal(got, expected)
 
 
-def test_weights_that_a_cpu_reads_have_one_entry_for_both(folder: Path, tmp_path: Path) -> None:
-    source = Source(folder, "hf", "tiny")
-    entries = {open_packed(source, dtype=dtype, cache=tmp_path / "cache").folder for dtype in ("auto", "native")}
-    assert len(entries) == 1
-
-
 @pytest.mark.parametrize("kind", ["awq", "gptq-v2-desc-act"])
 def test_codes_reach_the_packed_cache_as_they_are_stored(tmp_path: Path, kind: str) -> None:
     write_quantized(write_checkpoint(tmp_path / "m", "llama"), kind)
     checkpoint = opened(tmp_path / "m")
-    model = open_packed(checkpoint.source, cache=tmp_path / "cache")
+    cpu, model = (open_packed(checkpoint.source, dtype=d, cache=tmp_path / "cache") for d in ("auto", "native"))
+    assert cpu.weights[Q_PROJ].data.tobytes() == model.weights[Q_PROJ].data.tobytes()
     for name, packed in model.weights.items():
         weight = checkpoint.read(name)
         assert packed.format == weight.format
