@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import deque
@@ -116,7 +117,9 @@ class Engine:
         return self._scheduler.ended() + self._scheduler.states()
 
     def close(self) -> None:
-        """Wait for the steps in flight and release the runner."""
+        """Wait for the steps in flight, whose tokens nobody awaits any more, and release the runner."""
         while self._pending:
-            self._scheduler.update(self._pending.popleft()[0].result())
+            pending, _ = self._pending.popleft()
+            with contextlib.suppress(Exception):  # one that fails has stopped the engine, which says so
+                pending.result()
         self._runner.close()

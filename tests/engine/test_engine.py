@@ -12,9 +12,10 @@ import pytest
 
 from llmctl.engine.assemble import build_engine
 from llmctl.engine.config import EngineConfig
-from llmctl.engine.engine import Engine
+from llmctl.engine.engine import Engine, StepRunner
 from llmctl.engine.request import FinishReason, Output, Request, SamplingParams
 from llmctl.engine.runner import cache
+from llmctl.engine.schedule.step import Step
 from llmctl.kernels.errors import CapacityError
 from llmctl.kernels.ops import LOGIT_ROWS
 
@@ -140,3 +141,32 @@ def test_memory_that_the_system_refuses_is_told_with_the_plan(
     with pytest.raises(CapacityError, match="the system refused to give (?s:.)* KV cache +") as caught:
         make_engine(folder, num_gpu_blocks_override=blocks)
     assert hint in caught.value.hint
+
+
+class FailingRunner:
+    """Fails every step, as a bug in a kernel would."""
+
+    def __init__(self, runner: StepRunner) -> None:
+        self.runner, self.is_closed = runner, False
+
+    def submit(self, step: Step) -> FailingRunner:
+        return self
+
+    def result(self) -> NoReturn:
+        raise RuntimeError("a kernel failed")
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.runner.close()
+
+
+def test_an_engine_whose_step_failed_can_still_be_closed(folder: str) -> None:
+    whole = make_engine(folder, max_num_batched_tokens=32, async_depth=2)
+    failing = FailingRunner(whole._runner)
+    engine = Engine(whole._scheduler, failing, depth=2)
+    for name in "ab":  # one step each: the second is in flight when the first fails
+        engine.add(make_request(name, [5] * 32))
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        engine.step()
+    engine.close()
+    assert failing.is_closed
