@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from ...engine.config import EngineConfig, environment
+from ...engine.early import QUIET_BLAS
 from ...engine.request import SamplingParams
 from ...kernels.errors import UsageError
 from ..chat.conversation import Conversation, ask
@@ -111,6 +113,7 @@ def _not_text(source: str, byte: int) -> UsageError:
 
 
 def _launch(console: Console, config: EngineConfig) -> Frontend:
+    os.environ.setdefault(*QUIET_BLAS)
     from ...engine.launch import launch
 
     with console.progress() as progress:
