@@ -25,11 +25,14 @@ def main() -> None:
     if ours:
         signal.signal(signal.SIGINT, _leave)
         sys.unraisablehook = _leave_if_interrupted
-    if _will_serve(sys.argv[1:]):
-        from ..engine.early import begin_worker
+    from .uncollected import uncollected
 
-        begin_worker()
-    from .app import main as run_command_line
+    with uncollected():
+        if _will_serve(sys.argv[1:]):
+            from ..engine.early import begin_worker
+
+            begin_worker()
+        from .app import main as run_command_line
 
     try:
         if ours:

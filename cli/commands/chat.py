@@ -20,6 +20,7 @@ from ..config_file import Config, choose_named
 from ..console import Console
 from ..exits import ExitCode
 from ..options import EngineOptions, SamplingOptions
+from ..uncollected import uncollected
 
 if TYPE_CHECKING:
     from ...engine.frontend import Frontend
@@ -114,7 +115,8 @@ def _not_text(source: str, byte: int) -> UsageError:
 
 def _launch(console: Console, config: EngineConfig) -> Frontend:
     os.environ.setdefault(*QUIET_BLAS)
-    from ...engine.launch import launch
+    with uncollected():
+        from ...engine.launch import launch
 
     with console.progress() as progress:
         return launch(config, progress=progress)
