@@ -25,7 +25,14 @@ def main() -> None:
     if ours:
         signal.signal(signal.SIGINT, _leave)
         sys.unraisablehook = _leave_if_interrupted
-    from .app import main as run_command_line
+    from .uncollected import uncollected
+
+    with uncollected():
+        if _will_serve(sys.argv[1:]):
+            from ..engine.early import begin_worker
+
+            begin_worker()
+        from .app import main as run_command_line
 
     try:
         if ours:
@@ -36,6 +43,12 @@ def main() -> None:
     if ours:
         signal.signal(signal.SIGINT, _leave)
     _end(code)
+
+
+def _will_serve(arguments: list[str]) -> bool:
+    """Whether an engine's process will be wanted, as far as that shows before anything is parsed."""
+    command = next((argument for argument in arguments if not argument.startswith("-")), "")
+    return command == "serve" and not {"-h", "--help", "--print-command"} & set(arguments)
 
 
 def _end(code: int) -> NoReturn:

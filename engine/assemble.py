@@ -1,4 +1,4 @@
-"""From an EngineConfig to an engine: find the model, map it, plan, build. A worker needs no text and no client."""
+"""From a model that was found to an engine: plan, build. A worker needs no text and no client."""
 
 from __future__ import annotations
 
@@ -7,21 +7,17 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from ..kernels import registry
 from ..kernels.cuda.driver import OutOfMemory
-from ..kernels.cuda.jit import architecture
 from ..kernels.device import give_back_freed_memory
 from ..kernels.errors import CapacityError
 from .audit import AuditedEngine
 from .budget import MemoryBudget
-from .config import EngineConfig, environment
-from .device import settle
+from .config import EngineConfig
 from .drafting import draft_config, make_proposer
 from .engine import Core, Engine, StepRunner
-from .load.convert import NATIVE
+from .find import find_model
 from .load.disk import check_swap_room
-from .load.hub import resolve as resolve_source
-from .load.model import Model, open_model
+from .load.model import Model
 from .load.progress import Progress
 from .load.vocabulary import Vocabulary, check_same_vocabulary
 from .messages import EngineInfo
@@ -38,30 +34,6 @@ from .shortage import Demand
 from .sizes import format_bytes
 
 log = logging.getLogger(__name__)
-
-
-def find_model(config: EngineConfig, progress: Progress | None = None) -> Model:
-    """The config's model, open. Raises LlmctlError if it cannot be found or read."""
-    settings = environment()
-    source = resolve_source(config.model, environment=settings, progress=progress)
-    gpu = _architecture(config)
-    return open_model(
-        source,
-        implementation=config.model_impl,
-        dtype=NATIVE if config.dtype == "auto" and gpu else config.dtype,
-        cache=settings.cache,
-        progress=progress,
-        rope_scaling=config.rope_scaling,
-        gpu=gpu,
-    )
-
-
-def _architecture(config: EngineConfig) -> str:
-    """Of the GPU that the config comes to, "" for the CPU."""
-    if config.kernels == registry.CUDA:
-        return "sm_80"
-    info = settle(config)[1]
-    return "" if info is None else architecture(*info.capability)
 
 
 def build_engine(

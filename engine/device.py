@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ..kernels.cuda import devices
 from ..kernels.cuda.driver import DeviceInfo
-from ..kernels.cuda.gpu import Gpu
 from ..kernels.errors import LlmctlError, UnsupportedModel, UsageError
 from .config import EngineConfig, environment
+
+if TYPE_CHECKING:
+    from ..kernels.cuda.gpu import Gpu
 
 log = logging.getLogger(__name__)
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from .config import EngineConfig
 from .load.model import Model
 from .plan import Plan
-from .runner.cuda_runner import CudaRunner
 from .runner.draft_model import DraftModel
 from .runner.runner import Runner
+
+if TYPE_CHECKING:
+    from .runner.cuda_runner import CudaRunner
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +39,18 @@ def make_proposer(draft: Model, target: Model, plan: Plan, runner: Runner | Cuda
             draft.name, 100 * ratio, target.name,
         )  # fmt: skip
     return DraftModel(
-        CudaRunner(draft, plan.draft, runner.gpu, owned=False)
-        if isinstance(runner, CudaRunner)
-        else Runner(draft, plan.draft),
+        _runner_beside(runner, draft, plan.draft),
         cost=min(ratio, MOST_COST),
         max_rows=plan.draft.max_num_batched_tokens,
         max_tokens=min(plan.max_model_len, draft.spec.context_length),
         vocab_size=target.spec.vocab_size,
     )
+
+
+def _runner_beside(runner: Runner | CudaRunner, draft: Model, plan: Plan) -> Runner | CudaRunner:
+    if not plan.on_gpu:
+        return Runner(draft, plan)
+    from .runner.cuda_runner import CudaRunner  # nothing of it is needed on a CPU
+
+    assert isinstance(runner, CudaRunner), runner
+    return CudaRunner(draft, plan, runner.gpu, owned=False)

@@ -24,9 +24,9 @@ from ..kernels.cuda.work_list import ITEM_BYTES, MOST_ITEMS, PARTS_BYTES
 from ..kernels.formats import FLOAT_BYTES, parse_weight_format
 from ..kernels.ops import ATTEND_SPLIT, MAX_TOP, PANEL, PRIVATE_ROWS
 from .config import EngineConfig
+from .gpu_types import FLOATS, activation_type
 from .models.arch import DecoderSpec
 
-_FLOATS = ("f32", "f16", "bf16")
 _SUMS_BYTES = 64 << 20  # of linear layers whose inputs are split as suits the GPU: four blocks for each of its SMs
 _SAMPLED_BYTES = 1 << 20  # what rows that are sampled with lists of ids need, and what grows with it seldom
 _GRANULE = 256  # allocations are rounded up to it
@@ -35,19 +35,6 @@ _SHORTEST_PART = 32  # tokens of a part of a context, where cuts suit the step
 
 _KEPT_GRAPHS = 32  # a dozen numbers of rows, each with a few sizes of attention
 _LAYER_NODES, _OTHER_NODES = 20, 16
-
-
-def activation_type(weight_formats: Sequence[str]) -> str:
-    """f32, f16 or bf16: the type of the weights that are floats, bf16 if none is, f32 if they are of several."""
-    floats = {name for name in weight_formats if name in _FLOATS}
-    if len(floats) > 1:
-        return "f32"
-    return floats.pop() if floats else "bf16"
-
-
-def gpu_weight_bytes(spec: DecoderSpec, weight_bytes: int, weight_formats: Sequence[str]) -> int:
-    """Bytes of the weights: as packed, and the embedding as rows of values, which may be the head's weight too."""
-    return weight_bytes + spec.vocab_size * spec.hidden_size * FLOAT_BYTES[activation_type(weight_formats)]
 
 
 def graph_bytes(spec: DecoderSpec) -> int:
@@ -111,7 +98,7 @@ def _shared_bytes(spec: DecoderSpec, config: EngineConfig, length: int, weight_f
     if config.deterministic:
         sums = max(_fixed_sums(act, name, rows, *sizes) for name in weight_formats for sizes in _linears(spec))
     # Weights in codes may have an order of their own, in which their inputs are gathered.
-    coded = any(name not in _FLOATS for name in weight_formats)
+    coded = any(name not in FLOATS for name in weight_formats)
     ordered = 4 * rows * max(inputs for _, inputs in _linears(spec)) if coded else 0
     return max(parts, sums + ordered, _expert_bytes(spec, rows, value))
 

@@ -9,7 +9,7 @@ import msgspec
 from ..kernels.errors import UsageError
 from ..kernels.formats import KVFormat
 from .config import EngineConfig
-from .gpu_sizes import activation_type
+from .gpu_types import activation_type
 from .kv_groups import kv_layer_bytes
 from .models.arch import DecoderSpec
 

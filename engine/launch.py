@@ -5,9 +5,10 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 from ..kernels.errors import UnsupportedModel
-from .assemble import assemble, find_model
+from .assemble import assemble
 from .attach import attach
 from .config import EngineConfig
+from .find import find_model
 from .frontend import Frontend
 from .load.packed import PackedModel
 from .load.progress import Progress

@@ -18,7 +18,7 @@ from ..kernels.errors import UsageError
 from .budget import MemoryBudget, ModelSize, memory_budget
 from .config import ATTENTION_COMPUTE, NO_SPECULATION, EngineConfig, SpeculativeConfig, environment
 from .device import settle
-from .gpu_sizes import activation_type, gpu_weight_bytes
+from .gpu_types import activation_type, gpu_weight_bytes
 from .kv_groups import KVGroup
 from .load.model import Model
 from .models.arch import DecoderSpec, RopeSpec

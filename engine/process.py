@@ -1,17 +1,16 @@
-"""The engine's process from the moment it is started, and this side's end of its socket.
+"""The engine's process from the moment it has its orders, and this side's end of its socket.
 
-Loading takes a while, and so does importing an HTTP server: whoever needs both starts the process first, does the rest
-meanwhile, and hands it to `ProcessClient`. Hence this file imports next to nothing.
+Loading takes a while, and so does importing an HTTP server: whoever needs both gives the orders first, does the rest
+meanwhile, and hands the process to `ProcessClient`. Hence this file imports next to nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ import msgspec
 import zmq
 
 from .config import EngineConfig
+from .early import take_worker
 
 
 def new_epoch() -> int:
@@ -29,6 +29,14 @@ def new_epoch() -> int:
 
 PREFIX = "llmctl-engine-"
 _LOCK = "lock"
+
+
+class Orders(msgspec.Struct, frozen=True):
+    """What a worker needs to know, as JSON on its stdin: the socket where it is awaited, and the engine asked for."""
+
+    address: str
+    epoch: int
+    config: EngineConfig
 
 
 class EngineProcess:
@@ -45,9 +53,8 @@ class EngineProcess:
         self.socket.setsockopt(zmq.SNDHWM, 0)
         address = f"ipc://{self.folder}/engine"
         self.socket.bind(address)
-        settings = msgspec.json.encode(config).decode()
-        command = [sys.executable, "-P", "-m", f"{__package__}.worker", address, str(epoch), settings]
-        self.process = _start(command)
+        self.process = take_worker()
+        _give_orders(self.process, Orders(address, epoch, config))
         self._ended = False
 
     def kill(self) -> None:
@@ -96,13 +103,8 @@ def _lock(folder: Path) -> int:
     return handle
 
 
-def _start(command: list[str]) -> subprocess.Popen[bytes]:
-    """The process, with Ctrl-C blocked from its first instruction on: it belongs to us, and we tell the engine to stop.
-
-    A process inherits what the thread that starts it blocks. Here it comes through as soon as it is let in again.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
-    try:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _give_orders(worker: subprocess.Popen[bytes], orders: Orders) -> None:
+    """Tell the worker what to do. One that has ended meanwhile shows when its client waits for it."""
+    assert worker.stdin is not None
+    with contextlib.suppress(BrokenPipeError), worker.stdin as stdin:
+        stdin.write(msgspec.json.encode(orders))

@@ -8,15 +8,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import tokenizers
 
 from ..kernels.errors import CheckpointError, UsageError
-from .chat_template import Message, render
 from .load.text import ChatInfo
 from .long_text import encode, refuse_hopeless
 from .pieces import TextStream, decoder_style
+
+if TYPE_CHECKING:
+    from .chat_template import Message
 
 
 class Tokenizer:
@@ -108,6 +111,8 @@ class Tokenizer:
         """
         if not self.chat.template:
             raise UsageError("the model has no chat template", "use plain completion, or an instruction-tuned model")
+        from .chat_template import render  # brings Jinja, which only chats need
+
         return render(
             self.chat.template,
             self.chat.special_tokens,

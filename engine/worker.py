@@ -1,7 +1,7 @@
-"""The engine process: `python -m llmctl.engine.worker ADDRESS EPOCH CONFIG`, started by ProcessClient.
+"""The engine process: `python -m llmctl.engine.worker`, started by `early.py`, with its Orders on stdin.
 
-It ends when told to, when its model cannot be loaded, and when the process that started it is gone. Ctrl-C is blocked
-by whoever starts it, and they tell it to stop.
+It ends when told to, when its model cannot be loaded, when there are no orders, and when the process that started it is
+gone. Ctrl-C is blocked by whoever starts it, and they tell it to stop.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import msgspec
 import zmq
 
 from ..kernels.errors import LlmctlError
-from .assemble import assemble, find_model
-from .config import EngineConfig
-from .loop import run_loop
+from .find import find_model
 from .messages import Command, Event, Failed, Loading, Opened, Ready, Shutdown
+from .process import Orders
 
 PARENT_CHECK_MS = 1000
 
@@ -59,16 +58,22 @@ class Channel:
         zmq.Context.instance().term()
 
 
-def main(address: str, epoch: int, settings: str) -> int:
+def main() -> int:
     """Load, serve, and return the exit code."""
-    channel = Channel(address)
+    written = sys.stdin.buffer.read()
+    if not written:  # whoever started it had no use for it
+        return 0
+    orders = msgspec.json.decode(written, type=Orders)
+    channel = Channel(orders.address)
     try:
-        config = msgspec.json.decode(settings, type=EngineConfig)
-        model = find_model(config, channel.tell)
+        model = find_model(orders.config, channel.tell)
         channel.emit(Opened(str(model.folder)))
-        engine, info = assemble(config, model, epoch=epoch, progress=channel.tell)
+        from .assemble import assemble  # a good part of all imports, beside which a server parses the tokenizer
+        from .loop import run_loop
+
+        engine, info = assemble(orders.config, model, epoch=orders.epoch, progress=channel.tell)
         channel.emit(Ready(info))
-        run_loop(engine, epoch, channel.inbox, channel.emit)
+        run_loop(engine, orders.epoch, channel.inbox, channel.emit)
         engine.close()
     except LlmctlError as error:
         channel.emit(Failed(type(error).__name__, error.message, error.hint))
@@ -82,4 +87,4 @@ def main(address: str, epoch: int, settings: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3]))
+    sys.exit(main())

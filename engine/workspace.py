@@ -14,7 +14,6 @@ from ..kernels.formats import KVFormat
 from ..kernels.ops import PANEL, steering_width
 from ..kernels.scratch import attend_scratch_bytes, latent_scratch_bytes, sample_scratch_bytes, screen_scratch_bytes
 from .config import EngineConfig
-from .gpu_sizes import gpu_workspace_bytes
 from .models.arch import DecoderSpec
 from .pools import blocks_for
 
@@ -28,6 +27,8 @@ def workspace_bytes(spec: DecoderSpec, config: EngineConfig, length: int, weight
     int8, as a head's may be, also what finds the largest logit for less than all logits.
     """
     if config.on_gpu:
+        from .gpu_sizes import gpu_workspace_bytes  # nothing of it is needed on a CPU
+
         threads = config.threads or default_threads()
         return gpu_workspace_bytes(spec, config, length, weight_formats, threads)
     query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim

@@ -1,4 +1,4 @@
-"""From a warm packed cache to a token, neither torch nor transformers is imported."""
+"""From a warm packed cache to a token, neither torch nor transformers is imported, nor what only a GPU needs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from tests.engine.tiny import write_checkpoint
 CHAT = """
 import atexit, sys
 from llmctl.cli.start import main
-sys.argv = ["llmctl", "chat", "--model", {model!r}, "--max-tokens", "4", "--num-gpu-blocks-override", "20", "-p", "hi"]
-HEAVY = {{"torch", "transformers", "jax", "pydantic", "asyncio"}}
+sys.argv = ["llmctl", "chat", "--model", {model!r}, "--max-tokens", "4", "--num-gpu-blocks-override", "20",
+            "--device", "cpu", "-p", "hi"]
+HEAVY = {{"torch", "transformers", "jax", "pydantic", "asyncio", "llmctl.kernels.cuda.gpu", "llmctl.engine.gpu_sizes"}}
 atexit.register(lambda: print("LOADED", sorted(HEAVY & set(sys.modules))))
 main()
 """

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from ...engine.config import EngineConfig, environment
+from ...engine.early import QUIET_BLAS
 from ...engine.request import SamplingParams
 from ...kernels.errors import UsageError
 from ..chat.conversation import Conversation, ask
@@ -18,6 +20,7 @@ from ..config_file import Config, choose_named
 from ..console import Console
 from ..exits import ExitCode
 from ..options import EngineOptions, SamplingOptions
+from ..uncollected import uncollected
 
 if TYPE_CHECKING:
     from ...engine.frontend import Frontend
@@ -111,7 +114,9 @@ def _not_text(source: str, byte: int) -> UsageError:
 
 
 def _launch(console: Console, config: EngineConfig) -> Frontend:
-    from ...engine.launch import launch
+    os.environ.setdefault(*QUIET_BLAS)
+    with uncollected():
+        from ...engine.launch import launch
 
     with console.progress() as progress:
         return launch(config, progress=progress)

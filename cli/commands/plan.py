@@ -44,8 +44,8 @@ def plan(context: typer.Context, config: MemoryOptions, json: Json = False) -> N
     """
     from ...engine.budget import memory_budget
     from ...engine.device import settle
-    from ...engine.gpu_sizes import gpu_weight_bytes
     from ...engine.gpu_support import check_on_gpu
+    from ...engine.gpu_types import gpu_weight_bytes
     from ...engine.load.disk import check_swap_room
     from ...engine.load.model import why_transformers
     from ...engine.load.vocabulary import check_same_vocabulary
@@ -106,7 +106,7 @@ def described(source: Source, config: EngineConfig) -> tuple[DecoderSpec, Packed
 def model_size(draft: Source, config: EngineConfig) -> ModelSize:
     """What the engine would make of the draft model; `config` is settled."""
     from ...engine.budget import ModelSize
-    from ...engine.gpu_sizes import gpu_weight_bytes
+    from ...engine.gpu_types import gpu_weight_bytes
 
     spec, size = described(draft, msgspec.structs.replace(config, rope_scaling=None))
     formats = tuple(size.formats)

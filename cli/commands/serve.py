@@ -19,6 +19,7 @@ from ..console import Console
 from ..exits import ExitCode
 from ..options import EngineOptions
 from ..serve_options import ModelOptions, ServerOptions
+from ..uncollected import uncollected
 
 if TYPE_CHECKING:
     import socket
@@ -78,7 +79,8 @@ def _run(console: Console, config: EngineConfig, settings: ServeSettings) -> Non
     with _listen(settings) as listener:
         engine = EngineProcess(config, new_epoch())
         try:
-            from ..api.server import serve  # takes as long to import as the engine to load, so they do it together
+            with uncollected():
+                from ..api.server import serve  # takes as long to import as the engine to load, so they do it together
 
             ended_by = serve(settings, config, engine, listener, console)
         finally:

@@ -53,6 +53,7 @@ from .entry import (
     text_digest,
 )
 from .hub import Source
+from .merges import with_short_merges
 from .progress import Progress
 
 log = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ def _write_entry(
     progress: Progress,
 ) -> None:
     text = checkpoint.load_text()
-    tokenizer_json, chat_json = text.tokenizer_json.encode(), msgspec.json.encode(text.chat)
+    tokenizer_json, chat_json = with_short_merges(text.tokenizer_json).encode(), msgspec.json.encode(text.chat)
     manifest = Manifest(
         version=ENTRY_VERSION,
         layout=LAYOUT_VERSION,

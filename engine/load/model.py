@@ -7,14 +7,14 @@ slower, and the same bits are promised for it only after a trial at load.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from ...kernels.errors import LlmctlError, UnsupportedModel
 from ...kernels.ops import Batch, KVLayer
-from ..gpu_support import check_on_gpu, check_weights_on_gpu
 from ..models.arch import DecoderSpec
 from ..models.decoder import Decoder, Limits
 from ..models.families import decoder_spec, language_part
@@ -23,7 +23,7 @@ from ..rope_scaling import RopeScaling
 from .convert import NATIVE
 from .golden import Golden
 from .hub import Source
-from .packed import open_packed
+from .packed import PackedModel, open_packed
 from .progress import Progress
 from .text import read_json
 
@@ -81,12 +81,8 @@ def open_model(
     """
     why = why_transformers(source, implementation, gpu=bool(gpu))
     if not why:
-        if gpu and source.kind == "hf":  # before it is packed
-            check_on_gpu(source.name, _spec_of(source), gpu)
-        model = open_packed(source, dtype=dtype, cache=cache, progress=progress)
-        if gpu:
-            check_on_gpu(source.name, model.spec, gpu)
-            check_weights_on_gpu(source.name, model.spec, model.weights)
+        open_ours = functools.partial(open_packed, source, dtype=dtype, cache=cache, progress=progress)
+        model = _open_for_gpu(source, open_ours, gpu) if gpu else open_ours()
         if rope_scaling is None:
             return model
         return dataclasses.replace(model, spec=overridden(model.spec, rope_scaling))
@@ -95,6 +91,18 @@ def open_model(
 
     log.info("%s: transformers' modules compute it: %s", source.name, why)
     return open_transformers(source, why, dtype="auto" if dtype == NATIVE else dtype, cache=cache, progress=progress)
+
+
+def _open_for_gpu(source: Source, open_ours: Callable[[], PackedModel], gpu: str) -> PackedModel:
+    """The model, if a GPU can run it; what shows in its sizes is refused before it is packed."""
+    from ..gpu_support import check_on_gpu, check_weights_on_gpu  # nothing of it is needed on a CPU
+
+    if source.kind == "hf":
+        check_on_gpu(source.name, _spec_of(source), gpu)
+    model = open_ours()
+    check_on_gpu(source.name, model.spec, gpu)
+    check_weights_on_gpu(source.name, model.spec, model.weights)
+    return model
 
 
 def check_rope_scaling(source: Source, why: str, rope_scaling: RopeScaling | None) -> None:

@@ -21,14 +21,24 @@ from .arch import RopeSpec
 
 F32 = npt.NDArray[np.float32]
 
+_AT_ONCE = 512  # positions
+
 
 def rope_tables(rope: RopeSpec, head_dim: int, max_positions: int) -> tuple[F32, F32]:
-    """(cos, sin), each float32 [max_positions, head_dim / 2], for positions 0 .. max_positions - 1."""
-    positions = np.arange(max_positions, dtype=np.float32)
+    """(cos, sin), each float32 [max_positions, head_dim / 2], for positions 0 .. max_positions - 1.
+
+    A few positions at a time: what is float64 meanwhile stays in the CPU's cache, in memory that is there already.
+    """
+    positions = np.arange(max_positions, dtype=np.float32)[:, None]
     rope = settled(rope, head_dim, max_positions)
-    angles = (positions[:, None] * inverse_frequencies(rope, head_dim)[None, :]).astype(np.float64)
-    scale = np.float32(rope.attention_factor)
-    return np.cos(angles).astype(np.float32) * scale, np.sin(angles).astype(np.float32) * scale
+    frequencies, scale = inverse_frequencies(rope, head_dim)[None, :], np.float32(rope.attention_factor)
+    cos, sin = (np.empty((max_positions, head_dim // 2), np.float32) for _ in range(2))
+    for start in range(0, max_positions, _AT_ONCE):
+        part = slice(start, start + _AT_ONCE)
+        angles = (positions[part] * frequencies).astype(np.float64)
+        np.multiply(np.cos(angles).astype(np.float32), scale, out=cos[part])
+        np.multiply(np.sin(angles).astype(np.float32), scale, out=sin[part])
+    return cos, sin
 
 
 def settled(rope: RopeSpec, head_dim: int, max_positions: int) -> RopeSpec:

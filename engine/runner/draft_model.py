@@ -19,13 +19,16 @@ import sys
 import time
 from array import array
 from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING
 
 from ..schedule.proposer import Wanted
 from ..schedule.sequence import Sequence, slot_sampling
 from ..schedule.step import Admit, Chunk, ChunkResult, Step, TableDelta
 from .contents import Contents
-from .cuda_runner import CudaRunner
 from .runner import Runner
+
+if TYPE_CHECKING:
+    from .cuda_runner import CudaRunner
 
 GROUP = 0  # of the target, whose block numbers are used
 

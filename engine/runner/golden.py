@@ -8,6 +8,7 @@ another model's are an error.
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,8 +18,10 @@ from ..load.golden import Golden
 from ..load.model import Model
 from ..plan import Plan
 from ..schedule.step import Admit, Chunk, SlotSampling, Step, TableDelta
-from .cuda_runner import CudaRunner
 from .runner import Runner
+
+if TYPE_CHECKING:
+    from .cuda_runner import CudaRunner
 
 log = logging.getLogger(__name__)
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import LlmctlError, UsageError
 from . import nvrtc
-from .cublas import open_cublas
 from .driver import DeviceInfo, Driver
-from .gpu import Gpu, open_gpu
 from .jit import Cubin, Jit, architecture
 from .libcuda import load_driver
-from .library import Library, use_library
 from .source import Kernel
 
+if TYPE_CHECKING:
+    from .gpu import Gpu
+    from .library import Library
+
 Code = Callable[[Kernel], Cubin]
-Open = Callable[[Gpu], Library | None]
+Open = Callable[["Gpu"], "Library | None"]
 
 _replaced: list[tuple[Driver, Code | None, Open]] = []
 
@@ -71,6 +73,10 @@ def free_memory(info: DeviceInfo) -> tuple[int, int]:
 
 def open_machine(info: DeviceInfo, cubins: Path, *, deterministic: bool, compile: bool) -> Gpu:
     """The GPU in use by this thread, its kernels compiled into the folder `cubins` unless that is forbidden."""
+    from .cublas import open_cublas  # to ask for GPUs, as every start on a CPU does, needs none of these
+    from .gpu import open_gpu
+    from .library import use_library
+
     driver = driver_in_use()
     code = _replaced[0][1] if _replaced else None
     if code is None:

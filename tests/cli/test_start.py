@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from llmctl.cli.start import _will_serve
+
 # A finder that is asked for every module before the real ones, and presses Ctrl-C at one of them.
 START = """
 import os, signal, sys
@@ -58,3 +60,19 @@ def test_a_thread_that_never_ends_does_not_keep_the_command_from_ending():
 def test_ctrl_c_stays_ignored_where_the_shell_ignores_it():
     done = start("llmctl.cli.app", command="--version", first="signal.signal(signal.SIGINT, signal.SIG_IGN)")
     assert done.returncode == 0 and done.stdout.startswith(b"llmctl ")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("serve", True),
+        ("--debug serve model --port 0", True),
+        ("serve model --help", False),
+        ("serve --print-command", False),
+        ("chat serve", False),
+        ("--help", False),
+        ("", False),
+    ],
+)
+def test_a_worker_is_wanted_early_for_a_command_line_that_will_serve(line, expected):
+    assert _will_serve(line.split()) is expected

@@ -37,6 +37,7 @@ def test_a_server_that_loads_says_so_and_can_be_ended(start, tmp_path, signals):
     server = start("--uds", str(path), wait=False)
     engine = eventually(lambda: loading_engine(server))
     engine.suspend()
+    eventually(lambda: listens(path))
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://llmctl", timeout=300) as http:
         health = http.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "loading")
@@ -52,6 +53,11 @@ def test_a_server_that_loads_says_so_and_can_be_ended(start, tmp_path, signals):
     assert code == 0 and "Traceback" not in stderr
     assert not path.exists()
     assert not engine.is_running()
+
+
+def listens(path):
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
 
 
 def loading_engine(server):
