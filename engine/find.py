@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..kernels import registry
 from .config import EngineConfig, environment
 from .device import settle
-from .load.convert import NATIVE
+from .load.convert import settled_dtype
 from .load.hub import resolve
 from .load.model import Model, open_model
 from .load.progress import Progress
@@ -19,7 +19,7 @@ def find_model(config: EngineConfig, progress: Progress | None = None) -> Model:
     return open_model(
         source,
         implementation=config.model_impl,
-        dtype=NATIVE if config.dtype == "auto" and gpu else config.dtype,
+        dtype=settled_dtype(config.dtype, on_gpu=bool(gpu)),
         cache=settings.cache,
         progress=progress,
         rope_scaling=config.rope_scaling,

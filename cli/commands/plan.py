@@ -116,14 +116,15 @@ def model_size(draft: Source, config: EngineConfig) -> ModelSize:
 def outline(source: Source, config: EngineConfig) -> tuple[DecoderSpec, PackedSize]:
     """What our decoder would be made of."""
     from ...engine.load.checkpoint import open_checkpoint
-    from ...engine.load.convert import roundings
+    from ...engine.load.convert import roundings, settled_dtype
     from ...engine.models.rope_config import overridden
 
     checkpoint = open_checkpoint(source)
     tensors = checkpoint.tensors.values()
-    size = packed_size(tensors, config.dtype)
+    dtype = settled_dtype(config.dtype, on_gpu=config.on_gpu)
+    size = packed_size(tensors, dtype)
     spec = checkpoint.spec if config.rope_scaling is None else overridden(checkpoint.spec, config.rope_scaling)
-    return spec, dataclasses.replace(size, roundings=roundings(tensors, config.dtype))
+    return spec, dataclasses.replace(size, roundings=roundings(tensors, dtype))
 
 
 def outline_of_modules(source: Source, why: str, config: EngineConfig) -> tuple[DecoderSpec, PackedSize]:

@@ -26,6 +26,11 @@ _GROUP = 32  # of weights whose codes are made anew
 _E8M0_BIAS, _E8M0_LEAST, _E8M0_NAN = 127, -126, 255  # below 2 ** -126 float32 has no full precision
 
 
+def settled_dtype(dtype: str, *, on_gpu: bool) -> str:
+    """What `--dtype dtype` comes to where the model runs."""
+    return NATIVE if dtype == "auto" and on_gpu else dtype
+
+
 def target_format(stored: WeightFormat, dtype: str, k: int) -> WeightFormat:
     """The format that a weight of k inputs stored like this gets under `--dtype dtype`."""
     if dtype == NATIVE:

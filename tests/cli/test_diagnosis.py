@@ -128,6 +128,7 @@ def test_exit_code_says_whether_something_is_wrong(kernels, environment, console
 
 def test_doctor_says_which_gguf_types_are_kept_and_what_happens_to_the_others(environment):
     found = diagnosis.diagnose(environment)
-    assert {"Q4_0", "Q5_0", "Q8_0", "Q3_K", "F16"} <= set(found.gguf_types) and "Q4_K" not in found.gguf_types
+    assert {"Q4_0", "Q5_0", "Q8_0", "Q3_K", "F32"} <= set(found.gguf_types) and "Q4_K" not in found.gguf_types
+    assert "F16 stored as int16g32: values rounded to 14 bits of the largest of 32" in found.gguf_roundings
     assert "Q4_K stored as int4g32min: scales rounded to float16" in found.gguf_roundings
     assert "Q6_K stored as int8g32: values rounded to 8 bits" in found.gguf_roundings

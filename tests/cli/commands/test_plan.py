@@ -18,7 +18,7 @@ from llmctl.engine.models.families import decoder_tensors
 from llmctl.kernels.cpu.pack import packed_bytes
 from llmctl.kernels.device import read_machine
 from llmctl.kernels.errors import UsageError
-from llmctl.kernels.formats import F16, F32, WeightFormat
+from llmctl.kernels.formats import F16, F32, INT16, WeightFormat
 from llmctl.quant.formats.stored import StoredTensor
 from tests.engine.quantized import write_quantized
 from tests.engine.tiny import write_checkpoint
@@ -54,7 +54,11 @@ def test_weights_are_counted_as_packed_and_vectors_not():
     q4 = WeightFormat("int4", 32)
     tensors = [stored(q4, 1000, 128), stored(F16, 128, 128), stored(F32, 128)]
     size = packed_size(tensors, "auto")
-    assert size == PackedSize(packed_bytes(q4, 1000, 128) + packed_bytes(F16, 128, 128), {"f16": 1, "int4g32": 1})
+    assert size == PackedSize(
+        packed_bytes(q4, 1000, 128) + packed_bytes(INT16, 128, 128), {"int16g32": 1, "int4g32": 1}
+    )
+    size = packed_size(tensors, "native")
+    assert size == PackedSize(bytes_of_codes + packed_bytes(F16, 128, 128), {"f16": 1, "int4g32": 1})
 
 
 def test_asked_type_counts_for_all_weights():
@@ -129,7 +133,8 @@ def checkpoint(tmp_path):
 
 
 def test_plan_of_a_folder_counts_its_weights(console, checkpoint):
-    assert app.run(["plan", str(checkpoint), "--json", "--max-num-seqs", "3"], console) == ExitCode.OK
+    command = ["plan", str(checkpoint), "--json", "--max-num-seqs", "3", "--dtype", "float16"]
+    assert app.run(command, console) == ExitCode.OK
     report = json.loads(console.stdout.getvalue())
     weights = sum(2 * np.prod(shape) for shape in SHAPES.values() if len(shape) == 2)
     assert report["weight_bytes"] == weights + 2 * 128 * (-1000 % 16)  # the vocabulary is padded to panels of 16
@@ -183,7 +188,7 @@ def test_plan_of_a_draft_model_of_another_vocabulary_is_refused(console, tmp_pat
 def test_plan_of_a_quantized_folder_counts_what_its_codes_take(console, tmp_path):
     write_quantized(write_checkpoint(tmp_path, "llama"), "gptq-sym")
     assert app.run(["plan", str(tmp_path), "--json"], console) == ExitCode.OK
-    assert json.loads(console.stdout.getvalue())["weight_formats"] == {"f16": 2, "int4g32": 14}
+    assert json.loads(console.stdout.getvalue())["weight_formats"] == {"int16g32": 2, "int4g32": 14}
 
 
 def test_plan_of_a_decoder_that_only_transformers_has(console, tmp_path):
