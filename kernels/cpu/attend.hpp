@@ -12,11 +12,11 @@
 // as it is; and the loops run over the positions that some row of the tile sees, no further, since what lies outside
 // may be another sequence's leftovers, NaN included.
 //
-// `attend_split` leaves partials in a workspace (few tiles: splits are spread over threads), `attend_whole` merges at
+// `attend_splits` leaves partials in a workspace (few tiles: splits are spread over threads), `attend_whole` merges at
 // once (many tiles); both go through `split_part` and `merge_partial`, so they give the same bits.
 //
-// Partial: float [kv.head_dim + kPartialExtra]: output, then maximum, then sum; in the workspace one for each
-// [row][query head][split of max_splits].
+// Partial: float [kv.head_dim + kPartialExtra]: output, then maximum, sum and how many splits it is of, from its own
+// on; the workspace has room for one for each [row][query head][split of max_splits].
 #pragma once
 
 #include "act.hpp"
@@ -290,25 +290,6 @@ LLMCTL_INLINE void open_tile(const AttendArgs& a, const AttendTile& tile, TileQu
   }
 }
 
-template <class Isa, class Format>
-LLMCTL_NOINLINE void attend_split(const AttendArgs& a, const AttendTile& tile, int split, int next,
-                                  float* partials) {
-  TileQueries<Format> q;
-  alignas(64) float out[kTileRows * kMaxHeadDim];
-  float maximum[kTileRows], sum[kTileRows];
-  Visible visible;
-  open_tile<Isa>(a, tile, q, visible);
-  const int rows = tile.queries * tile.heads;
-  const int32_t* table = a.kv.table + a.batch.slot[tile.first_row] * a.kv.max_blocks;
-  split_part_of<Isa, Format>(rows, a.kv, table, tile.kv_head, q, visible, split, next, out, maximum, sum);
-  for (int r = 0; r < rows; ++r) {
-    float* to = partials + partial_index(a, tile.first_row + r / tile.heads, tile.first_head + r % tile.heads, split);
-    std::memcpy(to, out + r * kMaxHeadDim, sizeof(float) * static_cast<std::size_t>(a.kv.head_dim));
-    to[a.kv.head_dim] = maximum[r];
-    to[a.kv.head_dim + 1] = sum[r];
-  }
-}
-
 // A tile while its splits are merged.
 template <class Format>
 struct OpenTile {
@@ -318,6 +299,55 @@ struct OpenTile {
   Range splits;
   Running running[kTileRows];
 };
+
+template <class Isa, class Format>
+LLMCTL_INLINE void start_tile(const AttendArgs& a, const AttendTile& tile, OpenTile<Format>& open) {
+  open_tile<Isa>(a, tile, open.q, open.visible);
+  open.splits = tile_splits(a, tile);
+  for (int r = 0; r < tile.queries * tile.heads; ++r) open.running[r] = {kNever, 0.0f, open.merged + r * kMaxHeadDim};
+}
+
+LLMCTL_INLINE void write_partial(float* to, const float* out, float maximum, float sum, int splits, int head_dim) {
+  std::memcpy(to, out, sizeof(float) * static_cast<std::size_t>(head_dim));
+  to[head_dim] = maximum;
+  to[head_dim + 1] = sum;
+  to[head_dim + 2] = static_cast<float>(splits);
+}
+
+// What a row's first splits give is merged at once: one partial instead of many for the thread that merges the rest.
+template <class Isa, class Format>
+LLMCTL_NOINLINE void attend_splits(const AttendArgs& a, const AttendTile& tile, int begin, int end, float* partials) {
+  OpenTile<Format> open;
+  start_tile<Isa>(a, tile, open);
+  alignas(64) float out[kTileRows * kMaxHeadDim];
+  float maximum[kTileRows], sum[kTileRows];
+  Range own[kTileRows];
+  const int rows = tile.queries * tile.heads, head_dim = a.kv.head_dim;
+  const int32_t* table = a.kv.table + a.batch.slot[tile.first_row] * a.kv.max_blocks;
+  const auto partial_of = [&](int r, int split) {
+    return partials + partial_index(a, tile.first_row + r / tile.heads, tile.first_head + r % tile.heads, split);
+  };
+  for (int r = 0; r < rows; ++r) own[r] = split_range({open.visible.first[r], open.visible.end[r]});
+  for (int split = begin; split < end; ++split) {
+    const int next = least(split + 1, end - 1);
+    split_part_of<Isa, Format>(rows, a.kv, table, tile.kv_head, open.q, open.visible, split, next, out, maximum, sum);
+    for (int r = 0; r < rows; ++r) {
+      if (split < own[r].begin || split >= own[r].end) continue;
+      const float* part = out + r * kMaxHeadDim;
+      if (own[r].begin >= begin) {
+        merge_partial<Isa>(open.running[r], split == own[r].begin, part, maximum[r], sum[r], head_dim);
+      } else {
+        write_partial(partial_of(r, split), part, maximum[r], sum[r], 1, head_dim);
+      }
+    }
+  }
+  for (int r = 0; r < rows; ++r) {
+    const int splits = least(end, own[r].end) - own[r].begin;
+    if (own[r].begin < begin || splits <= 0) continue;
+    const Running& all = open.running[r];
+    write_partial(partial_of(r, own[r].begin), all.out, all.maximum, all.sum, splits, head_dim);
+  }
+}
 
 // The keys and values of a split are read by all tiles before the next: they come from memory once.
 template <class Isa, class Format>
@@ -329,13 +359,8 @@ LLMCTL_NOINLINE void attend_whole(const AttendArgs& a, const AttendTile* tiles, 
   const int32_t* table = a.kv.table + a.batch.slot[tiles[0].first_row] * a.kv.max_blocks;
   Range all = tile_splits(a, tiles[0]);
   for (int i = 0; i < count; ++i) {
-    OpenTile<Format>& tile = open[i];
-    open_tile<Isa>(a, tiles[i], tile.q, tile.visible);
-    tile.splits = tile_splits(a, tiles[i]);
-    all = {least(all.begin, tile.splits.begin), most(all.end, tile.splits.end)};
-    for (int r = 0; r < tiles[i].queries * tiles[i].heads; ++r) {
-      tile.running[r] = {kNever, 0.0f, tile.merged + r * kMaxHeadDim};
-    }
+    start_tile<Isa>(a, tiles[i], open[i]);
+    all = {least(all.begin, open[i].splits.begin), most(all.end, open[i].splits.end)};
   }
   for (int split = all.begin; split < all.end; ++split) {
     for (int i = 0; i < count; ++i) {
@@ -378,9 +403,10 @@ LLMCTL_NOINLINE void attend_merge(const AttendArgs& a, const float* partials, in
       const Range splits = split_range(visible_range(a.batch.position[i], a.window));
       for (int h = 0; h < a.num_heads; ++h) {
         Running running{kNever, 0.0f, merged};
-        for (int split = splits.begin; split < splits.end; ++split) {
+        for (int split = splits.begin; split < splits.end;) {
           const float* part = partials + partial_index(a, i, h, split);
           merge_partial<Isa>(running, split == splits.begin, part, part[head_dim], part[head_dim + 1], head_dim);
+          split += static_cast<int>(part[head_dim + 2]);
         }
         const float scale = a.kv.value_scale(h / (a.num_heads / a.kv.num_kv_heads));
         write_head<Isa>(running, values + static_cast<long>(h) * head_dim, head_dim, scale);

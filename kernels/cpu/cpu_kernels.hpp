@@ -19,7 +19,7 @@ namespace llmctl::cpu {
 
 template <class Isa, class Format>
 LLMCTL_INLINE constexpr void set_attend(Table& t, KvKind kind) {
-  t.attend_split[static_cast<int>(kind)] = attend_split<Isa, Format>;
+  t.attend_splits[static_cast<int>(kind)] = attend_splits<Isa, Format>;
   t.attend_whole[static_cast<int>(kind)] = attend_whole<Isa, Format>;
 }
 

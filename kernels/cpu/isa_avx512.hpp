@@ -139,7 +139,12 @@ struct Avx512 : Avx2 {
       _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(v));
     }
     LLMCTL_INLINE X2 broadcast_x2(const int16_t* x) { return broadcast_word(x); }
-    LLMCTL_INLINE I dot2(I sum, Codes2 w, X2 x) { return _mm512_dpwssd_epi32(sum, w, x); }
+    // Settled: gcc 12 else copies every sum of a tile before and after its product.
+    LLMCTL_INLINE I dot2(I sum, Codes2 w, X2 x) {
+      sum = _mm512_dpwssd_epi32(sum, w, x);
+      asm("" : "+v"(sum));
+      return sum;
+    }
 
     LLMCTL_INLINE void prefetch(const void* p) { Avx2::prefetch(p); }
     LLMCTL_INLINE void prefetch_to_l2(const void* p) { Avx2::prefetch_to_l2(p); }

@@ -257,7 +257,8 @@ struct Tiling {
   }
 };
 
-// Few tiles: a task is one split of a tile, to the workspace. Many: a task is a run of whole tiles, to the act's values.
+// Few tiles: their splits are cut among the threads, to the workspace. Many: a task is a run of whole tiles, to the
+// act's values.
 struct AttendPlan {
   static constexpr int kTilesPerThread = 16;
 
@@ -278,27 +279,22 @@ struct AttendPlan {
 class AttendStage final : public Stage {
  public:
   AttendStage(const Table& table, const AttendArgs& args)
-      : split_(table.attend_split[static_cast<int>(args.kv.kind)]),
+      : splits_(table.attend_splits[static_cast<int>(args.kv.kind)]),
         whole_(table.attend_whole[static_cast<int>(args.kv.kind)]),
         args_(args),
         tiling_(args) {}
 
   void run(const Share& share) const override {
-    float* partials = Workspace::instance().data();
-    const bool by_split = AttendPlan::splits_are_tasks(args_, tiling_, share.threads);
+    if (AttendPlan::splits_are_tasks(args_, tiling_, share.threads)) {
+      run_splits(share);
+      return;
+    }
     int mine = share.take(), task = 0;
-    tiling_.each(args_, by_split ? 1 : kWholeTiles, [&](const AttendTile* tiles, int count) {
-      const Range splits = by_split ? tile_splits(args_, tiles[0]) : Range{0, 1};
-      const int next = task + splits.end - splits.begin;
-      for (; mine < next; mine = share.take()) {
-        if (by_split) {
-          const int split = splits.begin + mine - task;
-          split_(args_, tiles[0], split, split + share.threads, partials);
-        } else {
-          whole_(args_, tiles, count);
-        }
+    tiling_.each(args_, kWholeTiles, [&](const AttendTile* tiles, int count) {
+      if (mine == task++) {
+        whole_(args_, tiles, count);
+        mine = share.take();
       }
-      task = next;
     });
   }
 
@@ -310,7 +306,23 @@ class AttendStage final : public Stage {
   }
 
  private:
-  void (*split_)(const AttendArgs&, const AttendTile&, int, int, float*);
+  // Every thread has a fixed run of splits: most of a tile's are then merged where they were computed.
+  void run_splits(const Share& share) const {
+    int all = 0, before = 0;
+    tiling_.each(args_, 1, [&](const AttendTile* tile, int) {
+      const Range splits = tile_splits(args_, *tile);
+      all += splits.end - splits.begin;
+    });
+    const Range mine = share.cut(all);
+    tiling_.each(args_, 1, [&](const AttendTile* tile, int) {
+      const Range splits = tile_splits(args_, *tile);
+      const int begin = std::max(mine.begin - before, 0), end = std::min(mine.end - before, splits.end - splits.begin);
+      if (begin < end) splits_(args_, *tile, splits.begin + begin, splits.begin + end, Workspace::instance().data());
+      before += splits.end - splits.begin;
+    });
+  }
+
+  void (*splits_)(const AttendArgs&, const AttendTile&, int, int, float*);
   void (*whole_)(const AttendArgs&, const AttendTile*, int);
   AttendArgs args_;
   Tiling tiling_;

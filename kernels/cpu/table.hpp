@@ -162,7 +162,7 @@ constexpr std::size_t sample_scratch_bytes(int vocab_size) {
 }
 
 constexpr int kTileRows = 6;      // score rows of a query tile: 6 rows x 2 vectors fill the registers
-constexpr int kPartialExtra = 8;  // floats of a partial behind its output: maximum, sum, padding
+constexpr int kPartialExtra = 8;  // floats of a partial behind its output: maximum, sum, number of splits, padding
 
 constexpr int kWholeTiles = 8;    // tiles that pass over the context together, so that they share what comes from memory
 
@@ -239,8 +239,8 @@ struct Table {
   void (*coarse)(const ScreenArgs&, int rows, int panel_begin, int panel_end);
   // Tasks are row * num_kv_heads + kv_head: that KV head and the query heads that read it.
   void (*rope_store)(const RopeStoreArgs&, int task_begin, int task_end);
-  // One split of a tile to `partials` (layout: attend.hpp); `next` is the one that the thread will probably do next.
-  void (*attend_split[kKvKinds])(const AttendArgs&, const AttendTile&, int split, int next, float* partials);
+  // Some splits of a tile to `partials` (layout: attend.hpp).
+  void (*attend_splits[kKvKinds])(const AttendArgs&, const AttendTile&, int begin, int end, float* partials);
   // All splits of up to kWholeTiles tiles of one sequence and KV head, merged, to rows 0.. of the act's values.
   void (*attend_whole[kKvKinds])(const AttendArgs&, const AttendTile* tiles, int count);
   // Merge `partials` (null: values are already in rows 0.. of the act) to the act's rows from act_row, with their
