@@ -389,7 +389,8 @@ def engine_config(
         ),
     ] = _DEFAULT.jit,
     kernels: Annotated[
-        str, _name("--kernels", text="auto, avx512, avx2, generic (no vector instructions) or reference (plain torch).")
+        str,
+        _name("--kernels", text="auto, amx, avx512, avx2, generic (no vector instructions), reference (plain torch)."),
     ] = _DEFAULT.kernels,
     attention_compute: Annotated[
         str,

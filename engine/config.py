@@ -25,7 +25,7 @@ PREEMPTION_MODES = ("auto", "swap", "recompute")
 SPECULATIVE_METHODS = ("ngram", "draft_model", "none")
 IMPLEMENTATIONS = ("auto", "llmctl", "transformers")
 ATTENTION_COMPUTE = {"auto": "", "float32": "f32", "tf32": "tf32", "bfloat16": "bf16", "float16": "f16"}
-KERNELS = ("auto", "avx512", "avx2", "generic", "reference")
+KERNELS = ("auto", "amx", "avx512", "avx2", "generic", "reference")
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

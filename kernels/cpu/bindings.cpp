@@ -20,6 +20,7 @@
 #include "sampler.hpp"
 #include "screen_stages.hpp"
 #include "table.hpp"
+#include "tile_permit.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -53,6 +54,9 @@ std::vector<const Table*> tables() {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) {
       found.push_back(&avx512_table());
+#ifdef LLMCTL_HAVE_AMX
+      if (may_use_amx()) found.push_back(&amx_table());
+#endif
     }
 #endif
   }

@@ -58,6 +58,7 @@ struct Avx512 : Avx2 {
       return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(load_128(p)), 23));
     }
     LLMCTL_INLINE I zero_i() { return _mm512_setzero_si512(); }
+    LLMCTL_INLINE I load_i(const int32_t* p) { return _mm512_loadu_si512(p); }
     LLMCTL_INLINE I set1_i(int32_t v) { return _mm512_set1_epi32(v); }
     LLMCTL_INLINE I add_i(I a, I b) { return _mm512_add_epi32(a, b); }
     LLMCTL_INLINE I sub_i(I a, I b) { return _mm512_sub_epi32(a, b); }
@@ -122,6 +123,12 @@ struct Avx512 : Avx2 {
       const __m512i sixteen = _mm512_set1_epi8(16);
       first = _mm512_mask_add_epi8(first, bits[0], first, sixteen);
       second = _mm512_mask_add_epi8(second, bits[1], second, sixteen);
+    }
+    LLMCTL_INLINE Codes4 load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+    LLMCTL_INLINE void store_bytes(uint8_t* p, Codes4 v) { _mm512_storeu_si512(p, v); }
+    LLMCTL_INLINE Codes4 sub_bytes(Codes4 a, I b) { return _mm512_sub_epi8(a, b); }
+    LLMCTL_INLINE Codes4 bytes_times8(Codes4 a) {  // -16 to 15
+      return _mm512_and_si512(_mm512_slli_epi16(a, 3), _mm512_set1_epi8(static_cast<char>(0xF8)));
     }
     LLMCTL_INLINE Sum4 zero_sum4() { return _mm512_setzero_si512(); }
     LLMCTL_INLINE X4 broadcast_x4(const int8_t* x) { return broadcast_word(x); }

@@ -9,6 +9,10 @@
 #endif
 
 #include "pool.hpp"
+#include "tile_permit.hpp"
+#ifdef LLMCTL_HAVE_AMX
+#include "tile_unit.hpp"
+#endif
 
 namespace llmctl::cpu {
 namespace {
@@ -104,6 +108,28 @@ LLMCTL_PROBE_LOOP(vnni_int8, "avx512f,avx512vnni", __m512i, _mm512_setzero_si512
                   sums[i] = _mm512_dpbusd_epi32(sums[i], _mm512_set1_epi8(5), _mm512_set1_epi8(3)),
                   static_cast<float>(_mm512_cvtsi512_si32(sums[0])))
 
+#ifdef LLMCTL_HAVE_AMX
+constexpr double kTileOps = 2.0 * 16 * 16 * 64;
+
+// Products of whole tiles, into four of them in turn.
+void amx_int8(long rounds) {
+  static_assert(kSums % 4 == 0);
+  alignas(64) static const uint8_t zeros[16 * 64] = {};
+  TileShapes shapes;
+  for (int tile = 0; tile < 8; ++tile) shapes.set(tile, 16, 64);
+  tiles_on(shapes);
+  tile_load<4>(zeros, 64);
+  tile_load<5>(zeros, 64);
+  for (long n = rounds * kSteps * (kSums / 4); n > 0; --n) {
+    tile_dot4<0, 4, 5>();
+    tile_dot4<1, 4, 5>();
+    tile_dot4<2, 4, 5>();
+    tile_dot4<3, 4, 5>();
+  }
+  tiles_off();
+}
+#endif
+
 // Four streams far apart, which the hardware reads ahead of: asking for what comes next gives less.
 __attribute__((target("avx2"))) void avx2_read(const char* data, std::size_t bytes) {
   constexpr int kStreams = 4;
@@ -136,6 +162,9 @@ Loops loops() {
       found.int16_ops = 64;
       found.int8_ops = 128;
     }
+#ifdef LLMCTL_HAVE_AMX
+    if (may_use_amx()) found.int8 = amx_int8, found.int8_ops = kTileOps;
+#endif
   }
 #endif
   return found;

@@ -30,8 +30,9 @@ class Isa:
 
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
-ISAS = (Isa("avx512", 30, _AVX512), Isa("avx2", 20, _AVX2), Isa("generic", 10, ()))
-_SCREENS = ISAS[0]
+_AMX = (*_AVX512, "amx_tile", "amx_int8")
+ISAS = (Isa("amx", 40, _AMX), Isa("avx512", 30, _AVX512), Isa("avx2", 20, _AVX2), Isa("generic", 10, ()))
+_SCREENS = ISAS[:2]
 
 _Accepts = Callable[[Any], str | None]
 _Build = Callable[[Any], Any]
@@ -58,7 +59,7 @@ def configure(kernels: str, threads: int) -> Isa | None:
 
 def screens(kernels: str) -> bool:
     """Whether the kernels of `kernels` on this CPU keep what finds the largest logit for less than all logits."""
-    return kernels in ("auto", _SCREENS.name) and _missing(_SCREENS) is None
+    return any(kernels in ("auto", isa.name) and _missing(isa) is None for isa in _SCREENS)
 
 
 def build_id() -> str:
@@ -110,7 +111,9 @@ def _missing(isa: Isa) -> str | None:
         from .. import _cpu
     except ImportError:
         return None
-    return None if isa.name in _cpu.isas() else f"the extension was built without {isa.name}"
+    if isa.name in _cpu.isas():
+        return None
+    return f"the extension was built without {isa.name}, or the kernel does not let this process use it"
 
 
 def _faces() -> dict[str, tuple[_Accepts, _Build]]:

@@ -270,5 +270,8 @@ const Table& avx2_table();
 #ifdef LLMCTL_HAVE_AVX512
 const Table& avx512_table();
 #endif
+#ifdef LLMCTL_HAVE_AMX
+const Table& amx_table();  // of a CPU with AMX whose kernel lets this process use it
+#endif
 
 }  // namespace llmctl::cpu

@@ -31,6 +31,27 @@ def test_avx512_columns_have_the_bits_of_avx2(case: Case) -> None:
     assert bits_on("avx512", case) == bits_on("avx2", case)
 
 
+TILED = [
+    *(
+        linear_case(parse_weight_format(name), rows, 33, 384, wide=wide, add=wide, bias=not wide)
+        for name in ("int4g32", "int4g32min", "int4g32int", "int4g64", "int4g128min", "int4g128int")
+        for rows in (13, 14, 16, 17, 31, 32, 33, 40)
+        for wide in (False, True)
+    ),
+    # Rows in several parts.
+    *(linear_case(parse_weight_format("int4g64"), 40, 33, k, wide=True) for k in (9216, 32768)),
+    *(linear_case(parse_weight_format(f"int4g{k}"), 40, 33, k, wide=wide) for k in (96, 320) for wide in (False, True)),
+    linear_case(parse_weight_format("int4g128min"), 40, 33, 8192, ordered=True),
+]
+
+
+@pytest.mark.parametrize("case", [*LINEAR, *TILED], ids=[case.name for case in [*LINEAR, *TILED]])
+def test_tile_registers_have_the_bits_of_avx512(case: Case) -> None:
+    if "amx" not in _cpu.isas():
+        pytest.skip("no AMX here")
+    assert bits_on("amx", case) == bits_on("avx512", case)
+
+
 def bits_on(isa: str, case: Case) -> list[bytes]:
     args = case.make()
     (entry,) = (entry for entry in registry.entries() if entry.op == case.op and entry.isa == isa)

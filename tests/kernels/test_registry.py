@@ -51,12 +51,12 @@ def fake_entry(priority: int, reason: str | None, built: object = ()) -> Entry:
 def test_the_extension_is_built():
     from llmctl.kernels import _cpu
 
-    assert _cpu.isa() in ("avx512", "avx2", "generic")
+    assert _cpu.isa() in ("amx", "avx512", "avx2", "generic")
 
 
 def test_every_op_has_an_entry_for_every_isa_and_a_reference():
     found = {(entry.op, entry.bits) for entry in registry.entries(include_reference=True)}
-    classes = ("cpu-avx512", "cpu-avx2", "cpu-generic", "reference")
+    classes = ("cpu-amx", "cpu-avx512", "cpu-avx2", "cpu-generic", "reference")
     assert {(op, bits) for op in OPS if op != "experts" for bits in classes} <= found
     assert ("experts", "reference") in found, "compiled kernels of experts are for GPUs"
 
