@@ -167,9 +167,10 @@ LLMCTL_NOINLINE void coarse(const ScreenArgs& a, int rows, int panel_begin, int 
   with_height<kCoarseRows>(rows, [&]<int kRows>() {
     int panel = panel_begin;
     if constexpr (kRows == 1) {  // as run_streams of linear.hpp does
-      const int apart = (panel_end - panel_begin) / 2;
-      for (; panel < panel_begin + apart; ++panel) run_coarse<Isa, kRows, 2>(a, panel, apart);
-      panel += apart;
+      constexpr int kStreams = 4;
+      const int apart = (panel_end - panel_begin) / kStreams;
+      for (; panel < panel_begin + apart; ++panel) run_coarse<Isa, kRows, kStreams>(a, panel, apart);
+      panel = panel_begin + apart * kStreams;
     }
     for (; panel < panel_end; ++panel) run_coarse<Isa, kRows, 1>(a, panel, 1);
   });

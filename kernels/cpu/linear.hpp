@@ -105,15 +105,18 @@ LLMCTL_INLINE void with_height(int count, const Visit& visit) {
 
 // One row has no work but to wait for memory, which gives most to a few streams far apart that it may read ahead of by
 // itself: that many parts of the panels are read side by side. Returns the first panel that is left.
-template <class Isa, class Tile>
+template <class Isa, class Tile, int kStreams = Tile::kStreams>
 LLMCTL_INLINE int run_streams(const typename Tile::Args& a, TileRows row, int panel_begin, int panel_end) {
-  const int apart = (panel_end - panel_begin) / Tile::kStreams;
+  const int apart = (panel_end - panel_begin) / kStreams;
   row.apart = apart;
   row.ahead = {a.weight.panel(panel_begin), 0};
-  for (int panel = panel_begin; panel < panel_begin + apart; ++panel) {
-    run_tile<Isa, Tile, 1, Tile::kStreams>(a, row, panel);
+  for (int panel = panel_begin; panel < panel_begin + apart; ++panel) run_tile<Isa, Tile, 1, kStreams>(a, row, panel);
+  const int left = panel_begin + apart * kStreams;
+  if constexpr (kStreams <= 2) {
+    return left;
+  } else {
+    return run_streams<Isa, Tile, kStreams / 2>(a, row, left, panel_end);
   }
-  return panel_begin + apart * Tile::kStreams;
 }
 
 // Runs the tiles of the rows, the fewest and those of about one height, for each panel: a panel stays in L1 while the

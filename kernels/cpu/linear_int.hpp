@@ -235,7 +235,7 @@ template <class Isa, WeightKind kKind>
 struct Int4Tile {
   using Args = LinearArgs;
   using C = typename Isa::Columns;
-  static constexpr int kMaxRows = C::kIntRows, kPanels = C::kIntPanels, kStreams = 2, kStep = 8;
+  static constexpr int kMaxRows = C::kIntRows, kPanels = C::kIntPanels, kStreams = C::kIntStreams, kStep = 8;
   static constexpr int kTogether = (16 + kMaxRows - 1) / kMaxRows;
   static constexpr int kTimes = kKind == WeightKind::int4 ? -8 : 1;
 
@@ -339,7 +339,7 @@ LLMCTL_NOINLINE void tile_pairs(const uint8_t* __restrict w, long next, Ahead ah
 template <class Isa, WeightKind kKind>
 struct PairsTile : NothingPrepared {
   using C = typename Isa::Columns;
-  static constexpr int kMaxRows = C::kIntRows, kPanels = C::kIntPanels, kStreams = 2, kStep = 2;
+  static constexpr int kMaxRows = C::kIntRows, kPanels = C::kIntPanels, kStreams = C::kIntStreams, kStep = 2;
   template <int kRows, int kPanels>
   LLMCTL_INLINE void run(const LinearArgs& a, int panel, const TileRows& rows, float* sums) {
     const long groups = a.act.k / a.form.group;
