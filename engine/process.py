@@ -32,9 +32,14 @@ _LOCK = "lock"
 
 
 class Orders(msgspec.Struct, frozen=True):
-    """What a worker needs to know, as JSON on its stdin: the socket where it is awaited, and the engine asked for."""
+    """What a worker needs to know, as JSON on its stdin.
+
+    address  of the socket where it is awaited
+    parent   the process that started it and sends this: without it the worker ends
+    """
 
     address: str
+    parent: int
     epoch: int
     config: EngineConfig
 
@@ -54,7 +59,7 @@ class EngineProcess:
         address = f"ipc://{self.folder}/engine"
         self.socket.bind(address)
         self.process = take_worker()
-        _give_orders(self.process, Orders(address, epoch, config))
+        _give_orders(self.process, Orders(address, os.getpid(), epoch, config))
         self._ended = False
 
     def kill(self) -> None:
