@@ -62,6 +62,14 @@ def test_ctrl_c_stays_ignored_where_the_shell_ignores_it():
     assert done.returncode == 0 and done.stdout.startswith(b"llmctl ")
 
 
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_a_server_that_was_started_without_standard_streams_ends_as_any_other(closed):
+    line = [sys.executable, "-m", "llmctl", "serve", "/no/such/model", "--port", "0"]
+    done = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *line], capture_output=True, text=True, timeout=60)
+    said = "" if "2>&-" in closed else "error: there is no model `/no/such/model`"
+    assert (done.returncode, done.stdout, done.stderr.partition("\n")[0]) == (2, "", said)
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
