@@ -133,7 +133,7 @@ def _check_open_files() -> None:
     """CapacityError if this process may not open what an engine takes: a library would abort where it is refused."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     try:
-        used = len(os.listdir("/proc/self/fd"))
+        used = len(os.listdir("/proc/self/fd")) - 1  # one is for looking
     except OSError:  # there is not even one left to look with
         used = limit
     if limit != resource.RLIM_INFINITY and limit - used < OPEN_FILES:
