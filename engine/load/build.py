@@ -124,16 +124,19 @@ def _temporary_folder(packed: Path) -> Iterator[Path]:
     """
     unique = f"{os.getpid()}-{secrets.token_hex(4)}"
     unlocked, folder = packed / f".new-{unique}", packed / f"{TEMPORARY}{unique}"
-    unlocked.mkdir()
-    handle = os.open(unlocked, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # no locks on this file system: then nobody removes such folders
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        unlocked.rename(folder)
-        yield folder
+        unlocked.mkdir()
+        handle = os.open(unlocked, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # no locks on this file system: then nobody removes such folders
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            unlocked.rename(folder)
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(handle)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(handle)
+        shutil.rmtree(unlocked, ignore_errors=True)
 
 
 def _write_entry(
