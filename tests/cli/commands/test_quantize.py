@@ -358,6 +358,14 @@ def test_quality_is_measured_against_the_floats_of_the_source_and_speed_against_
     assert seen == {"measure_quality": (reference,), "measure_speed": (default,)}
 
 
+def test_a_source_of_several_float_types_is_measured_in_the_one_that_holds_them_all(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", "llama", dtype=torch.float16)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name].bfloat16()}, folder / "model.safetensors")
+    assert preflight.reference_dtype(open_checkpoint(Source(folder, "hf", "m"))) == "float32"
+
+
 @pytest.mark.parametrize("step", ["write_quantized", "write_card"])
 def test_a_disk_that_fills_up_is_a_clear_error_and_leaves_nothing(
     console: Console, model: Path, text: Path, here: Path, monkeypatch: pytest.MonkeyPatch, step: str
