@@ -21,6 +21,7 @@ except KeyboardInterrupt:
 
 def main() -> None:
     """Run this process's command line and exit."""
+    _fill_closed_streams()
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell that ignores it for us is obeyed
     if ours:
         signal.signal(signal.SIGINT, _leave)
@@ -43,6 +44,16 @@ def main() -> None:
     if ours:
         signal.signal(signal.SIGINT, _leave)
     _end(code)
+
+
+def _fill_closed_streams() -> None:
+    """/dev/null for each standard stream that is closed; else the next files opened get its number.
+
+    Then what is written to the stream would go there, and libuv takes such a file for a mistake and aborts.
+    """
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(handle, True)
+    os.close(handle)
 
 
 def _will_serve(arguments: list[str]) -> bool:

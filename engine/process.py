@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
 import shutil
 import subprocess
 import tempfile
@@ -18,6 +19,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from ..kernels.errors import CapacityError, UsageError
 from .config import EngineConfig
 from .early import take_worker
 
@@ -28,13 +30,21 @@ def new_epoch() -> int:
 
 
 PREFIX = "llmctl-engine-"
-_LOCK = "lock"
+_LOCK, _SOCKET = "lock", "engine"
+_RANDOM = "x" * 8  # what mkdtemp adds
+_SHORT = "/tmp"
+OPEN_FILES = 48  # that an engine needs at most, in this process or in its own, before the first client; half are spare
 
 
 class Orders(msgspec.Struct, frozen=True):
-    """What a worker needs to know, as JSON on its stdin: the socket where it is awaited, and the engine asked for."""
+    """What a worker needs to know, as JSON on its stdin.
+
+    address  of the socket where it is awaited
+    parent   the process that started it and sends this: without it the worker ends
+    """
 
     address: str
+    parent: int
     epoch: int
     config: EngineConfig
 
@@ -44,17 +54,18 @@ class EngineProcess:
 
     def __init__(self, config: EngineConfig, epoch: int) -> None:
         self.epoch = epoch
+        _check_open_files()
         sweep()
-        self.folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self.folder = _make_folder()
         self._lock = _lock(self.folder)
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, 0)
-        address = f"ipc://{self.folder}/engine"
+        address = f"ipc://{self.folder}/{_SOCKET}"
         self.socket.bind(address)
         self.process = take_worker()
-        _give_orders(self.process, Orders(address, epoch, config))
+        _give_orders(self.process, Orders(address, os.getpid(), epoch, config))
         self._ended = False
 
     def kill(self) -> None:
@@ -81,7 +92,7 @@ class EngineProcess:
 
 def sweep() -> None:
     """Remove the socket folders of processes that ended without doing so: those whose lock nobody holds."""
-    for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{_LOCK}"):
+    for lock in _place().glob(f"{PREFIX}*/{_LOCK}"):
         try:
             handle = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError:  # another user's, or removed meanwhile
@@ -93,6 +104,43 @@ def sweep() -> None:
             continue
         finally:
             os.close(handle)
+
+
+def _place() -> Path:
+    """Where folders for sockets are made: among temporary files, or in /tmp if a path there would be too long."""
+    usual = tempfile.gettempdir()
+    longest = len(os.fsencode(f"{usual}/{PREFIX}{_RANDOM}/{_SOCKET}"))
+    return Path(usual if longest <= zmq.IPC_PATH_MAX_LEN else _SHORT)
+
+
+def _make_folder() -> Path:
+    """A new folder for a socket; UsageError if there is no place for one."""
+    place = _place()
+    try:
+        return Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+    except OSError as error:
+        usual = tempfile.gettempdir()
+        if str(place) == usual:
+            raise UsageError(f"cannot make a folder in `{usual}`: {error.strerror}", "set TMPDIR to another") from error
+        raise UsageError(
+            f"`{usual}` is too long for a socket's path, which may have {zmq.IPC_PATH_MAX_LEN} bytes, and a folder in "
+            f"`{place}` cannot be made: {error.strerror}",
+            "set TMPDIR to a shorter one",
+        ) from error
+
+
+def _check_open_files() -> None:
+    """CapacityError if this process may not open what an engine takes: a library would abort where it is refused."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        used = len(os.listdir("/proc/self/fd")) - 1  # one is for looking
+    except OSError:  # there is not even one left to look with
+        used = limit
+    if limit != resource.RLIM_INFINITY and limit - used < OPEN_FILES:
+        raise CapacityError(
+            f"an engine needs up to {OPEN_FILES} open files, this process has {used} and may have {limit}",
+            f"allow more, as with `ulimit -n {max(1024, 2 * (used + OPEN_FILES))}`",
+        )
 
 
 def _lock(folder: Path) -> int:

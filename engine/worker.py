@@ -7,6 +7,7 @@ gone. Ctrl-C is blocked by whoever starts it, and they tell it to stop.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterable
 
@@ -22,10 +23,10 @@ PARENT_CHECK_MS = 1000
 
 
 class Channel:
-    """The worker's end of the socket: commands in, events out. `closed` once the other side is gone."""
+    """The worker's end of the socket: commands in, events out. Ends the process once the other side is gone."""
 
-    def __init__(self, address: str) -> None:
-        self._parent = os.getppid()
+    def __init__(self, address: str, parent: int) -> None:
+        self._parent = parent
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 2000)
         self._socket.connect(address)
@@ -33,17 +34,33 @@ class Channel:
         self._decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
     def emit(self, event: Event) -> None:
-        """Send one event."""
-        self._socket.send(self._encoder.encode(event))
+        """Send one event; waits while the other side reads none."""
+        encoded = self._encoder.encode(event)
+        while True:
+            try:
+                self._socket.send(encoded, zmq.NOBLOCK)
+                return
+            except zmq.Again:
+                self.end_if_alone()
+                self._socket.poll(PARENT_CHECK_MS, zmq.POLLOUT)
 
     def tell(self, description: str, done: int, total: int) -> None:
-        """Send how far loading has come."""
+        """Send how far loading has come, if anybody is left to load for."""
+        self.end_if_alone()
         self.emit(Loading(description, done, total))
+
+    def end_if_alone(self) -> None:
+        """End without a word if the parent is gone. By SIGTERM, which whatever is being built clears itself away for.
+
+        Any thread may ask this, and an exception would end that one alone.
+        """
+        if self._is_alone():
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def inbox(self, wait: bool) -> Iterable[Command]:
         """The commands that have come; waits for one if asked. A lost parent reads as Shutdown."""
         while not self._socket.poll(PARENT_CHECK_MS if wait else 0):
-            if os.getppid() != self._parent:
+            if self._is_alone():
                 return [Shutdown()]
             if not wait:
                 return []
@@ -57,6 +74,10 @@ class Channel:
         self._socket.close()
         zmq.Context.instance().term()
 
+    def _is_alone(self) -> bool:
+        """Whether another process has inherited this one: the parent is gone, however early that was."""
+        return os.getppid() != self._parent
+
 
 def main() -> int:
     """Load, serve, and return the exit code."""
@@ -64,7 +85,8 @@ def main() -> int:
     if not written:  # whoever started it had no use for it
         return 0
     orders = msgspec.json.decode(written, type=Orders)
-    channel = Channel(orders.address)
+    channel = Channel(orders.address, orders.parent)
+    channel.end_if_alone()
     try:
         model = find_model(orders.config, channel.tell)
         channel.emit(Opened(str(model.folder)))

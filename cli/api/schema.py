@@ -10,7 +10,9 @@ The one use of inheritance: a JSON request is flat, so the fields that both endp
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import json
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -165,12 +167,21 @@ def decode(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
     except msgspec.ValidationError as error:
         raise _invalid(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+        raise ApiError(400, f"the body is not valid JSON: {_what_is_wrong(error, body)}") from None
     _refuse_unsupported(request, "")
     if isinstance(request, (ChatRequest, TokenizeRequest)):
         for number, message in enumerate(request.messages or ()):
             _refuse_unsupported(message, f"messages[{number}].")
     return request
+
+
+def _what_is_wrong(error: Exception, body: bytes) -> str:
+    """The decoder's complaint. It takes a body for cut short that ends where the second half of a pair should be."""
+    if str(error) == "Input data was truncated" and rb"\u" in body:
+        with contextlib.suppress(ValueError, RecursionError):
+            json.loads(body)  # which takes half a pair, but nothing that is cut short
+            return "a string has half a surrogate pair (`\\ud800` to `\\udfff` come in pairs)"
+    return str(error)
 
 
 def _refuse_unsupported(record: msgspec.Struct, where: str) -> None:

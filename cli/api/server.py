@@ -43,7 +43,12 @@ def serve(
     settings: ServeSettings, config: EngineConfig, engine: EngineProcess, listener: socket.socket, console: Console
 ) -> signal.Signals | None:
     """Serve as `Server` does, on an event loop of this thread."""
-    return uvloop.run(Server(settings, config, engine, listener, console).run())
+    serving = Server(settings, config, engine, listener, console).run()
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(serving)
+    finally:
+        serving.close()  # or Python complains, should Ctrl-C strike before it has begun
 
 
 class Server:

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...engine.load.checkpoint import Checkpoint
+from ...engine.load.convert import target_format
 from ...engine.load.kv_scales import scale_names, scale_tensors
 from ...engine.models.arch import DecoderSpec
 from ...engine.score import ROWS
 from ...engine.sizes import format_bytes
 from ...kernels.errors import CapacityError, UnsupportedModel, UsageError
-from ...kernels.formats import WeightFormat
+from ...kernels.formats import BF16, F16, WeightFormat
 from ...quant.card import CARD_NAME
 from ...quant.formats.safetensors_write import PlannedTensor
 from ...quant.save import plan_awq
@@ -27,6 +28,7 @@ from .text import check_name
 
 _BASE = 700 << 20  # Python, torch and what they map
 _BATCH_TOKENS = 4096  # that pass through a block at once (`quant/calibrate.py`)
+_DTYPE_BYTES = {"auto": 0, "float16": 2, "bfloat16": 2, "float32": 4}  # of another copy, which "auto" does not need
 ACTIVATION_LIMIT = 1 << 30  # bytes of activations in memory; beyond it they are in a file
 
 
@@ -41,6 +43,7 @@ class Work:
     output          the folder to make
     memory          bytes that the run needs at its peak, estimated
     scratch         bytes on the output's disk besides the output, for measuring it
+    reference       the dtype of the original that the output is measured against; "auto": as it runs by default
     scales          names of the scales of the KV cache that are measured and stored: K and V of each layer in turn
     stale           those of the source, which are not for the weights that are made here
     """
@@ -53,6 +56,7 @@ class Work:
     output: Path
     memory: int
     scratch: int
+    reference: str
     scales: tuple[str, ...]
     stale: tuple[str, ...]
 
@@ -99,8 +103,8 @@ def prepare(checkpoint: Checkpoint, asked: Asked) -> Work:
     tensors = plan_awq(shapes, linears, format, scales)
     output = asked.output or Path(f"{checkpoint.source.name}-{asked.scheme.method}-{group_name(format)}")
     output_bytes = sum(tensor.nbytes for tensor in tensors)
-    quantized = any(t.format is not None and not t.format.is_float for t in checkpoint.tensors.values())
-    reference = 4 * sum(math.prod(shape) for shape in shapes.values()) if quantized else 0
+    reference = reference_dtype(checkpoint)
+    reference_bytes = _DTYPE_BYTES[reference] * sum(math.prod(shape) for shape in shapes.values())
     return Work(
         checkpoint,
         shapes,
@@ -109,10 +113,23 @@ def prepare(checkpoint: Checkpoint, asked: Asked) -> Work:
         tensors,
         output,
         memory_needed(shapes, asked),
-        output_bytes + output_bytes // 16 + reference + (output_bytes if scales else 0),
+        output_bytes + output_bytes // 16 + reference_bytes + (output_bytes if scales else 0),
+        reference,
         scales,
         tuple(sorted(stale & checkpoint.tensors.keys())),
     )
+
+
+def reference_dtype(checkpoint: Checkpoint) -> str:
+    """The narrowest dtype under which every weight is a float of the value that is stored; "auto" if they are anyway.
+
+    The arithmetic is float32 with any of them, but what runs on a CPU by default are integers for floats of 16 bits.
+    """
+    stored = [(t.format, t.shape[1]) for t in checkpoint.tensors.values() if t.format is not None and len(t.shape) == 2]
+    formats = {format for format, _ in stored}
+    if all(format.is_float and target_format(format, "auto", k).is_float for format, k in stored):
+        return "auto"
+    return {frozenset([F16]): "float16", frozenset([BF16]): "bfloat16"}.get(frozenset(formats), "float32")
 
 
 def kv_scales(asked: Asked, spec: DecoderSpec) -> tuple[str, ...]:

@@ -71,8 +71,8 @@ def run(work: Work, asked: Asked, settings: Environment, progress: Progress) -> 
                 fill_scales(staging, dict(zip(work.scales, scales.reshape(-1).tolist(), strict=True)))
                 quantized = open_packed(product, cache=scratch, progress=progress)
             reference = original
-            if work.is_dequantized:
-                reference = open_packed(source, dtype="float32", cache=scratch, progress=progress)
+            if work.reference != "auto":
+                reference = open_packed(source, dtype=work.reference, cache=scratch, progress=progress)
             quality = measure_quality(reference, quantized, samples.evaluation, asked.threads, progress)
             golden = golden_logits(quantized, samples.evaluation[0], asked.threads)
             speed = measure_speed(original, quantized, samples.evaluation[0], asked.threads)

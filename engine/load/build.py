@@ -33,6 +33,7 @@ from ...quant.staging import sync
 from .checkpoint import Checkpoint, open_checkpoint
 from .convert import convert, packed_form, roundings, target_format
 from .disk import NO_SPACE, disk_full
+from .ending import cleared_by_sigterm
 from .entry import (
     CHAT,
     ENTRY_VERSION,
@@ -76,14 +77,14 @@ def build_from_source(source: Source, key: str, dtype: str, packed: Path, progre
 def build_entry(checkpoint: Checkpoint, key: str, dtype: str, packed: Path, progress: Progress) -> Path:
     """The folder `packed`/`key`, now holding the checkpoint's entry; CapacityError if the disk is full.
 
-    Whatever goes wrong, an interrupt included, nothing is left behind.
+    Whatever goes wrong, an interrupt or SIGTERM included, nothing is left behind.
     """
     tensors = _layout(checkpoint, dtype)
     size = max((tensor.offset + tensor.bytes for tensor in tensors), default=HEADER_BYTES)
     try:
         packed.mkdir(parents=True, exist_ok=True)
         remove_abandoned(packed)
-        with _temporary_folder(packed) as folder:
+        with cleared_by_sigterm(), _temporary_folder(packed) as folder:
             _write_entry(checkpoint, key, dtype, tensors, size, folder, progress)
             _publish(folder, packed / key)
             sync(packed)
@@ -123,16 +124,19 @@ def _temporary_folder(packed: Path) -> Iterator[Path]:
     """
     unique = f"{os.getpid()}-{secrets.token_hex(4)}"
     unlocked, folder = packed / f".new-{unique}", packed / f"{TEMPORARY}{unique}"
-    unlocked.mkdir()
-    handle = os.open(unlocked, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # no locks on this file system: then nobody removes such folders
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        unlocked.rename(folder)
-        yield folder
+        unlocked.mkdir()
+        handle = os.open(unlocked, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # no locks on this file system: then nobody removes such folders
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            unlocked.rename(folder)
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(handle)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(handle)
+        shutil.rmtree(unlocked, ignore_errors=True)
 
 
 def _write_entry(

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from llmctl.cli.exits import ExitCode
 from llmctl.cli.start import _will_serve
 
 # A finder that is asked for every module before the real ones, and presses Ctrl-C at one of them.
@@ -17,6 +18,7 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 {first}
 sys.argv = ["llmctl", {command!r}]
+from llmctl.cli.exits import ExitCode
 from llmctl.cli.start import main
 main()
 """
@@ -60,6 +62,24 @@ def test_a_thread_that_never_ends_does_not_keep_the_command_from_ending():
 def test_ctrl_c_stays_ignored_where_the_shell_ignores_it():
     done = start("llmctl.cli.app", command="--version", first="signal.signal(signal.SIGINT, signal.SIG_IGN)")
     assert done.returncode == 0 and done.stdout.startswith(b"llmctl ")
+
+
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_a_server_that_was_started_without_standard_streams_ends_as_any_other(closed):
+    line = [sys.executable, "-m", "llmctl", "serve", "/no/such/model", "--port", "0"]
+    done = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *line], capture_output=True, text=True, timeout=60)
+    said = "" if "2>&-" in closed else "error: there is no model `/no/such/model`"
+    assert (done.returncode, done.stdout, done.stderr.partition("\n")[0]) == (2, "", said)
+
+
+@pytest.mark.parametrize("limit", [12, 16, 20, 40])
+def test_a_server_that_may_open_too_few_files_says_so(limit):
+    line = [sys.executable, "-m", "llmctl", "serve", "/no/such/model", "--port", "0"]
+    done = subprocess.run(
+        ["sh", "-c", f'ulimit -n {limit}; "$@"', "sh", *line], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == ExitCode.CAPACITY
+    assert f"and may have {limit}\n" in done.stderr and "`ulimit -n 1024`" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,21 @@ def test_the_folder_of_a_process_that_was_killed_is_swept_and_no_other(
     assert not engine.folder.exists()
 
 
+def test_a_temporary_folder_whose_name_is_too_long_for_a_socket_is_not_used_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = tmp_path / ("x" * 100)
+    usual.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(usual))
+    engine = EngineProcess(EngineConfig(model="/no/such/model"), 1)
+    assert engine.folder.parent == Path("/tmp") and list(usual.iterdir()) == []
+    engine.end()
+    monkeypatch.setattr("llmctl.engine.process._SHORT", "/no/such/folder")
+    with pytest.raises(UsageError, match="too long for a socket's path, which may have 107 bytes") as raised:
+        EngineProcess(EngineConfig(model="/no/such/model"), 1)
+    assert "TMPDIR" in raised.value.hint
+
+
 def run_script(body: str, folder: str) -> subprocess.CompletedProcess[str]:
     script = f"FOLDER = {folder!r}\nOPTIONS = {OPTIONS!r}\n" + textwrap.dedent(body)
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)

@@ -18,3 +18,13 @@ def test_a_time_to_wait_that_is_no_number_is_refused(wait):
     with pytest.raises(ApiError) as caught:
         decode(b'{"prompt": "x", "max_wait": %s}' % wait.encode(), CompletionRequest)
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("text", [r"\ud800", r"so \uD83D", r"\ud83dabc"])
+def test_half_a_surrogate_pair_is_told_from_a_body_that_is_cut_short(text):
+    body = b'{"prompt": "%s"}' % text.encode()
+    with pytest.raises(ApiError, match="half a surrogate pair"):
+        decode(body, CompletionRequest)
+    with pytest.raises(ApiError, match="truncated"):
+        decode(body[:-1], CompletionRequest)
+    assert decode(rb'{"prompt": "\ud83d\ude00"}', CompletionRequest).prompt == "\N{GRINNING FACE}"

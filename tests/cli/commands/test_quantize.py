@@ -27,7 +27,7 @@ from llmctl.engine.config import EngineConfig
 from llmctl.engine.llm import LLM
 from llmctl.engine.load.checkpoint import open_checkpoint
 from llmctl.engine.load.hub import Source
-from llmctl.engine.load.packed import open_packed
+from llmctl.engine.load.packed import PackedModel, open_packed
 from llmctl.engine.plan import resolve as resolve_plan
 from llmctl.engine.request import SamplingParams
 from llmctl.engine.runner.kv_fit import fit_cache
@@ -332,6 +332,38 @@ def test_a_killed_run_leaves_no_output_and_the_next_one_succeeds(
     assert [path.name for path in here.iterdir()] == [".tiny-rtn-g32.partial"], "hidden, and nothing where it should be"
     assert run(console, *line[3:]) == ExitCode.OK
     assert [path.name for path in here.iterdir()] == ["tiny-rtn-g32"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "default", "reference"),
+    [(torch.float16, "int16g32", "f16"), (torch.bfloat16, "int16g32", "bf16"), (torch.float32, "f32", "f32")],
+)
+def test_quality_is_measured_against_the_floats_of_the_source_and_speed_against_what_runs_by_default(
+    console: Console, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, default: str,
+    reference: str,
+) -> None:  # fmt: skip
+    seen: dict[str, tuple[str, ...]] = {}
+
+    def watched(step: Callable[..., object], name: str) -> Callable[..., object]:
+        def measure(original: PackedModel, *rest: object) -> object:
+            seen[name] = original.weight_formats
+            return step(original, *rest)
+
+        return measure
+
+    for name in ("measure_quality", "measure_speed"):
+        monkeypatch.setattr(steps, name, watched(getattr(steps, name), name))
+    source = write_checkpoint(tmp_path / "m", "llama", dtype=dtype)
+    assert run(console, source, "--rtn", "-o", "out", "--eval-text", text, "--eval-tokens", 64) == ExitCode.OK
+    assert seen == {"measure_quality": (reference,), "measure_speed": (default,)}
+
+
+def test_a_source_of_several_float_types_is_measured_in_the_one_that_holds_them_all(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", "llama", dtype=torch.float16)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name].bfloat16()}, folder / "model.safetensors")
+    assert preflight.reference_dtype(open_checkpoint(Source(folder, "hf", "m"))) == "float32"
 
 
 @pytest.mark.parametrize("step", ["write_quantized", "write_card"])
