@@ -33,7 +33,7 @@ from ...quant.staging import sync
 from .checkpoint import Checkpoint, open_checkpoint
 from .convert import convert, packed_form, roundings, target_format
 from .disk import NO_SPACE, disk_full
-from .ending import cleared_by_sigterm
+from .ending import cleared_by_signals, undisturbed
 from .entry import (
     CHAT,
     ENTRY_VERSION,
@@ -84,7 +84,7 @@ def build_entry(checkpoint: Checkpoint, key: str, dtype: str, packed: Path, prog
     try:
         packed.mkdir(parents=True, exist_ok=True)
         remove_abandoned(packed)
-        with cleared_by_sigterm(), _temporary_folder(packed) as folder:
+        with cleared_by_signals(), _temporary_folder(packed) as folder:
             _write_entry(checkpoint, key, dtype, tensors, size, folder, progress)
             _publish(folder, packed / key)
             sync(packed)
@@ -133,10 +133,12 @@ def _temporary_folder(packed: Path) -> Iterator[Path]:
             unlocked.rename(folder)
             yield folder
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(handle)
+            with undisturbed():
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(handle)
     finally:
-        shutil.rmtree(unlocked, ignore_errors=True)
+        with undisturbed():
+            shutil.rmtree(unlocked, ignore_errors=True)
 
 
 def _write_entry(

@@ -1,4 +1,4 @@
-"""SIGTERM in the middle of something: what is unfinished is cleared away, and the process ends by it all the same."""
+"""SIGTERM or SIGHUP in the middle of something: what is unfinished is cleared away, then the process ends by it."""
 
 from __future__ import annotations
 
@@ -8,35 +8,48 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+
 
 class _Terminated(BaseException):
-    """SIGTERM, on its way through the block's `finally`s."""
+    """A signal that ends the process, on its way through the block's `finally`s."""
 
 
 @contextmanager
-def cleared_by_sigterm() -> Iterator[None]:
-    """A block that SIGTERM leaves as an exception does, after which the process ends by SIGTERM as it would have.
+def cleared_by_signals() -> Iterator[None]:
+    """A block that SIGTERM and SIGHUP leave as an exception does, after which the process ends by it as it would have.
 
-    Where somebody handles SIGTERM already, or it is ignored, it stays so, and so it does on a thread that takes no
-    signals. A second SIGTERM, as a process gets it whose whole group is ended, does not stop the clearing.
+    Where somebody handles one of them already, or it is ignored, it stays so, and so do both on a thread that takes no
+    signals. A second one, as a process gets it whose whole group is ended, does not stop the clearing.
     """
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL or (
-        threading.current_thread() is not threading.main_thread()
-    ):
-        yield
-        return
-    told = False
+    mine = [each for each in _ENDING if signal.getsignal(each) is signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        mine = []
+    told = 0
 
     def leave(number: int, frame: FrameType | None) -> None:
         nonlocal told
-        told = True
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        told = number
+        for each in mine:
+            signal.signal(each, signal.SIG_IGN)
         raise _Terminated
 
     try:
-        signal.signal(signal.SIGTERM, leave)
+        for each in mine:
+            signal.signal(each, leave)
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for each in mine:
+            signal.signal(each, signal.SIG_DFL)
         if told:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(told)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """A short block that ends before a signal that ends it is heard of."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *_ENDING))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

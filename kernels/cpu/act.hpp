@@ -2,7 +2,7 @@
 //
 // Per row and group of k: scale = absmax / Q, code = round-half-even(x / scale) with Q = 127, 2047 or 8191 (codes of 8, 12
 // or 14 bits), and the sum of the codes. A true division, not a product with 1 / scale: that is the meaning of the op. A
-// NaN or Inf anywhere in a group makes its scale NaN or Inf, so it reaches every output that reads the group. A form may
+// NaN or Inf anywhere in a group makes its scale NaN or Inf and its codes 0: every output that reads it is NaN. A form may
 // have its values in another order: that of a weight whose groups are not of consecutive inputs.
 //
 // A wide quad does not count for the scale until it is 16 times larger than the rest: an outlier no longer costs its
@@ -97,6 +97,16 @@ LLMCTL_INLINE int32_t quantize_wide_group(const float* x, int group, int quad, i
   return Isa::sum_i(sum);
 }
 
+// Nothing is said of codes of a group whose scale is no number: all are 0.
+template <class Code>
+LLMCTL_INLINE void drop_codes_without_scale(const Form& form, long at, Code* codes) {
+  const float scale = form.scales[at];
+  if (scale - scale == 0.0f) return;
+  std::memset(codes, 0, sizeof(Code) * static_cast<std::size_t>(form.group));
+  form.sums[at] = 0;
+  if (form.wide != nullptr) form.high[at] = 0;
+}
+
 template <class Isa, class Code>
 LLMCTL_INLINE void quantize_row(const Act& act, const Form& form, long row) {
   const float* x = act.row(row);
@@ -114,11 +124,13 @@ LLMCTL_INLINE void quantize_row(const Act& act, const Form& form, long row) {
       if (form.wide != nullptr && form.wide[g] != kNoQuad) {
         const long i = row * groups + g;
         form.sums[i] = quantize_wide_group<Isa>(from, form.group, form.wide[g], codes + at, form.scales + i, form.high + i);
+        drop_codes_without_scale(form, i, codes + at);
         continue;
       }
     }
     form.sums[row * groups + g] =
         quantize_group<Isa, Code>(from, form.group, top_code(form.kind), codes + at, form.scales + row * groups + g);
+    drop_codes_without_scale(form, row * groups + g, codes + at);
   }
 }
 

@@ -7,6 +7,8 @@
 // the activations once.
 #pragma once
 
+#include <cstdlib>
+
 #include "linear.hpp"
 #include "linear_int.hpp"
 #include "tile_unit.hpp"
@@ -198,6 +200,24 @@ LLMCTL_NOINLINE void tile_in_registers(const uint8_t* w, const uint8_t* x, Group
   for (int i = 0; i < kRows; ++i) C::store(sums + i * kPanel, acc[i]);
 }
 
+// The calling thread's memory for what it unpacks, 64-byte aligned: too much for a stack, and as much as its largest
+// linear needs. Null if there is none.
+static uint8_t* tile_room(long bytes) {
+  struct Room {
+    void* data = nullptr;
+    long bytes = 0;
+    ~Room() { std::free(data); }
+  };
+  thread_local Room room;
+  if (bytes > room.bytes) {
+    std::free(room.data);
+    const long whole = (bytes + 4095) / 4096 * 4096;
+    room.data = std::aligned_alloc(4096, static_cast<std::size_t>(whole));
+    room.bytes = room.data != nullptr ? whole : 0;
+  }
+  return static_cast<uint8_t*>(room.data);
+}
+
 // Whether rows are enough to pay for unpacking a panel: a tile that is nearly full, or two that are more than half.
 LLMCTL_INLINE bool are_enough_for_tiles(int rows) { return rows >= 22 || (rows >= 14 && rows <= kTileHeight); }
 
@@ -209,17 +229,17 @@ LLMCTL_NOINLINE void linear_tiles(const LinearArgs& a, int panel_begin, int pane
   using C = typename Isa::Columns;
   constexpr long kMostBytes = 768 << 10;  // of rows in tiles at a time: they stay in L2, beside a panel
   const int rows = row_end - row_begin;
-  if (!are_enough_for_tiles(rows) || a.form.group % kTileStep != 0) {
+  const auto without_tiles = [&] {
     avx512_table().linear[static_cast<int>(kKind)](a, panel_begin, panel_end, row_begin, row_end, act_row);
-    return;
-  }
+  };
+  if (!are_enough_for_tiles(rows) || a.form.group % kTileStep != 0) return without_tiles();
   const long groups = a.act.k / a.form.group;
   const GroupTiles tiles{a.form.group / kTileStep, a.form.wide != nullptr};
   const long tile_bytes = tiled_act_bytes(tiles, groups);
   const int all = (rows + kTileHeight - 1) / kTileHeight, height = rows / all, taller = rows % all;
   const int together = least(all, most(1, static_cast<int>(kMostBytes / tile_bytes)));
-  uint8_t* room = static_cast<uint8_t*>(__builtin_alloca(together * tile_bytes + groups * tiles.panel_bytes() + 64));
-  room += -reinterpret_cast<uintptr_t>(room) & 63;
+  uint8_t* room = tile_room(together * tile_bytes + groups * tiles.panel_bytes());
+  if (room == nullptr) return without_tiles();
   uint8_t* codes = room + together * tile_bytes;
   std::memset(room, 0, together * tile_bytes);  // also of what no row fills
   constexpr bool kSums = kKind == WeightKind::int4_min;

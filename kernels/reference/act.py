@@ -22,7 +22,8 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(codes float32 [rows, k], scales float32 [rows, groups], sums float32 [rows, groups]) of float32 values.
 
-    A group of zeros has scale 0 and codes 0. Codes of wide quads are whole, not cut into parts.
+    A group of zeros has scale 0 and codes 0, one with a NaN or Inf such a scale and codes 0. Codes of wide quads are
+    whole, not cut into parts.
     """
     rows, k = values.shape
     grouped = values.reshape(rows, k // group, group)
@@ -33,7 +34,8 @@ def quantize(
     narrow, broad = (torch.where(tops == top, grouped.abs(), 0).amax(dim=2) / top for top in (Q_MAX[kind], WIDE_TOP))
     scales = torch.maximum(narrow, broad)  # keeps NaN
     codes = torch.round(grouped / scales[:, :, None])  # rounds half to even
-    codes = torch.where(scales[:, :, None] == 0, torch.zeros_like(codes), codes)
+    some = torch.isfinite(scales) & (scales != 0)
+    codes = torch.where(some[:, :, None], codes, torch.zeros_like(codes))
     return codes.reshape(rows, k), scales, codes.sum(dim=2)
 
 

@@ -241,8 +241,13 @@ def _zeros(module: str, tensors: Mapping[str, Array], scheme: WeightScheme, shap
     stored = part(module, tensors, "weight_zero_point", ("int32", "int8"))
     if stored.dtype == np.int8:
         check_shape(module, "weight_zero_point", stored, shape)
-        zeros: Array = (stored.astype(np.int16) + half).astype(np.uint8)
-        return zeros
+        zeros: Array = stored.astype(np.int16) + half
+        if zeros.size and not 0 <= int(zeros.min()) <= int(zeros.max()) < 2 * half:
+            raise CheckpointError(
+                f"`{module}.weight_zero_point` has zero points from {stored.min()} to {stored.max()}: "
+                f"{scheme.bits} bits hold {-half} to {half - 1}"
+            )
+        return zeros.astype(np.uint8)
     check_shape(module, "weight_zero_point", stored, (-(-n * scheme.bits // 32), count))
     return np.ascontiguousarray(unpack_words(stored.T, scheme.bits)[:, :n].T)
 

@@ -89,6 +89,7 @@ def test_a_worker_ends_whose_parent_was_killed_before_it_looked(folder):
     [
         ("lose_parent()", ""),  # nobody is left to say it
         ("signal.raise_signal(signal.SIGTERM)", f"{-signal.SIGTERM}\n"),
+        ("signal.raise_signal(signal.SIGHUP)", f"{-signal.SIGHUP}\n"),  # as when a terminal is closed
     ],
 )
 def test_a_worker_that_is_packing_ends_and_leaves_nothing_when_it_is_told_to_or_alone(

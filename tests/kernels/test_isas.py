@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ from llmctl.engine import config
 from llmctl.kernels import _cpu, registry
 from llmctl.kernels.cpu import register as cpu
 from llmctl.kernels.device import read_machine
+from llmctl.kernels.entry import Entry
 from llmctl.kernels.errors import UsageError
 from llmctl.kernels.formats import parse_weight_format
+from llmctl.kernels.ops import ActMulArgs
 
-from .cases import Case, all_cases, linear_case
+from .cases import MAX_ROWS, Case, all_cases, linear_case
 
 HEIGHTS = [
     linear_case(parse_weight_format(name), rows, 33, 192)
@@ -52,10 +55,45 @@ def test_tile_registers_have_the_bits_of_avx512(case: Case) -> None:
     assert bits_on("amx", case) == bits_on("avx512", case)
 
 
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("name", ["int4g64", "int4g64min", "int4g64int", "int4g32", "int8g32", "int16g32"])
+def test_what_is_no_number_makes_its_row_nan_in_every_batch_and_on_every_set(name: str, value: float) -> None:
+    for rows in (1, 16, 24):
+        for isa in _cpu.isas():
+            args = linear_case(parse_weight_format(name), rows, 33, 192, wide=name.startswith("int4")).make()
+            rng = np.random.default_rng(rows)
+            gate, up = (rng.standard_normal((MAX_ROWS, 192)).astype(np.float32) for _ in range(2))
+            gate[0, 70], up[0, 70] = 1, value
+            for op in entry_on(isa, "act_mul").build(ActMulArgs(args.batch, gate, up, "silu", args.act)):
+                op.run()
+            for op in entry_on(isa, "linear").build(args):
+                op.run()
+            assert np.isnan(args.out[0, :33]).all() and np.isfinite(args.out[1:rows, :33]).all(), (rows, isa)
+
+
+def test_tile_registers_need_no_room_on_the_stack() -> None:
+    if "amx" not in _cpu.isas():
+        pytest.skip("no AMX here")
+    case = linear_case(parse_weight_format("int4g64"), 40, 17, 16384, wide=True)
+    expected, found = bits_on("avx512", case), []
+    before = threading.stack_size(256 << 10)
+    try:
+        thread = threading.Thread(target=lambda: found.extend(bits_on("amx", case)))
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    assert found == expected
+
+
+def entry_on(isa: str, op: str) -> Entry:
+    (entry,) = (entry for entry in registry.entries() if entry.op == op and entry.isa == isa)
+    return entry
+
+
 def bits_on(isa: str, case: Case) -> list[bytes]:
     args = case.make()
-    (entry,) = (entry for entry in registry.entries() if entry.op == case.op and entry.isa == isa)
-    for op in entry.build(args):
+    for op in entry_on(isa, case.op).build(args):
         op.run()
     return [array.tobytes() for array in case.outputs(args).values()]
 

@@ -88,6 +88,15 @@ def test_scales_that_float16_cannot_hold_are_refused() -> None:
         detected(WeightFormat("int4", 32, "int")).decode("m", tensors)
 
 
+def test_zero_points_of_more_than_their_bits_are_refused() -> None:
+    format = detected(FORMATS["asym"])
+    tensors = encode(random_weight(16, 128, 64, "int"))
+    fitting = np.full((16, 2), -8, np.int8)
+    assert np.all(format.decode("m", {**tensors, "weight_zero_point": fitting}).weight.zeros == 0)
+    with pytest.raises(CheckpointError, match="from 9 to 9: 4 bits hold -8 to 7"):
+        format.decode("m", {**tensors, "weight_zero_point": fitting + 17})
+
+
 def test_modules_are_matched_as_the_library_does() -> None:
     config = config_of(WeightFormat("int4", 32), ignored=("lm_head", "re:.*gate$"))
     groups = config["config_groups"]
