@@ -42,6 +42,8 @@ from pathlib import Path
 from llmctl.engine.load import build
 from llmctl.engine.worker import main
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
+
 def lose_parent():
     parent = os.pidfd_open(os.getppid())
     os.kill(os.getppid(), signal.SIGKILL)
