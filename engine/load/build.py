@@ -77,7 +77,7 @@ def build_from_source(source: Source, key: str, dtype: str, packed: Path, progre
 def build_entry(checkpoint: Checkpoint, key: str, dtype: str, packed: Path, progress: Progress) -> Path:
     """The folder `packed`/`key`, now holding the checkpoint's entry; CapacityError if the disk is full.
 
-    Whatever goes wrong, an interrupt or SIGTERM included, nothing is left behind.
+    Whatever goes wrong, an interrupt, SIGTERM or SIGHUP included, nothing is left behind.
     """
     tensors = _layout(checkpoint, dtype)
     size = max((tensor.offset + tensor.bytes for tensor in tensors), default=HEADER_BYTES)

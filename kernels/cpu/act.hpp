@@ -97,7 +97,7 @@ LLMCTL_INLINE int32_t quantize_wide_group(const float* x, int group, int quad, i
   return Isa::sum_i(sum);
 }
 
-// Nothing is said of codes of a group whose scale is no number: all are 0.
+// Codes of a group whose scale is NaN or Inf mean nothing: all become 0, on every instruction set.
 template <class Code>
 LLMCTL_INLINE void drop_codes_without_scale(const Form& form, long at, Code* codes) {
   const float scale = form.scales[at];

@@ -113,7 +113,7 @@ def _missing(isa: Isa) -> str | None:
         return None
     if isa.name in _cpu.isas():
         return None
-    return f"the extension was built without {isa.name}, or the kernel does not let this process use it"
+    return f"the extension was built without {isa.name}, or Linux does not let this process use it"
 
 
 def _faces() -> dict[str, tuple[_Accepts, _Build]]:
