@@ -13,6 +13,9 @@ const Table& amx_table() {
     t.linear[static_cast<int>(WeightKind::int4)] = linear_tiles<Avx512, WeightKind::int4>;
     t.linear[static_cast<int>(WeightKind::int4_min)] = linear_tiles<Avx512, WeightKind::int4_min>;
     t.linear[static_cast<int>(WeightKind::int4_int)] = linear_tiles<Avx512, WeightKind::int4_int>;
+    for (const WeightKind kind : {WeightKind::int4, WeightKind::int4_min, WeightKind::int4_int}) {
+      t.chunk[static_cast<int>(kind)] = kTilesChunk;
+    }
     return t;
   }();
   return table;

@@ -5,8 +5,12 @@
 // unpacked before rows pass by it, to what its codes stand for - q - 8, q - z, or q where minima are added.
 // A wide quad is two quads more, for its products are 16 times a code: each has 8 times the code, and the high part of
 // the activations once.
+//
+// Of a group of 32, scaling takes more time than the products do, and beside tiles the vector unit has half its speed.
+// There it is spared a conversion: sums that start at the bits of 1.5 * 2^23 are, read as floats, that much larger.
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "linear.hpp"
@@ -15,16 +19,35 @@
 
 namespace llmctl::cpu {
 
-constexpr int kTileHeight = 16, kTileQuads = 16, kTileStep = 4 * kTileQuads, kWideQuads = 2;
+constexpr int kTileHeight = 16, kWideQuads = 2, kWideBytes = 4 * kWideQuads;
+constexpr float kSumBias = 12582912.0f;  // 1.5 * 2^23: plus any sum below 2^22 it is exact
+constexpr int kMostBiasedGroup = 1024;   // x 15 x 127, and four times 16 x 15 x 127: below 2^22
 
-// How a group lies in tiles: `steps` products of 64 k each, then one of its wide quad's two.
+// How a group lies in tiles: `steps` products of `step_bytes` a row, then one of its wide quad's two. A group of 32 is
+// one product and has its wide quad's in it. Rows of the act are kActRow apart: no load of one crosses a cache line.
+template <int kStepBytes>
+struct StepShape {
+  static_assert(kStepBytes == 32 || kStepBytes == 32 + kWideBytes || kStepBytes == 64);
+  static constexpr int kBytes = kStepBytes;
+  static constexpr int kCodes = kStepBytes == 64 ? 64 : 32;
+  static constexpr int kActRow = kStepBytes == 32 ? 32 : 64;
+  static constexpr bool kWideInside = kStepBytes > kCodes;
+};
+
 struct GroupTiles {
-  int steps;
-  bool wide;
+  int steps, step_bytes, act_row, tail_bytes;
 
-  int quads() const { return steps * kTileQuads + (wide ? kWideQuads : 0); }
-  long act_bytes() const { return kTileHeight * 4L * quads(); }
-  long panel_bytes() const { return 64L * (quads() + 2); }  // quads, scales, minima
+  GroupTiles(int group, bool wide)
+      : steps(group == 32 ? 1 : group / 64),
+        step_bytes(group != 32 ? 64 : wide ? 32 + kWideBytes : 32),
+        act_row(step_bytes == 32 ? 32 : 64),
+        tail_bytes(wide && group != 32 ? kWideBytes : 0) {}
+  static bool hold(int group) { return group == 32 || group % 64 == 0; }
+
+  int quads() const { return (steps * step_bytes + tail_bytes) / 4; }
+  long act_bytes() const { return kTileHeight * (static_cast<long>(steps) * act_row + tail_bytes); }
+  long act_facts() const { return 2 * kTileHeight; }        // scales and sums
+  long panel_bytes() const { return 64L * (quads() + 2); }  // quads, scales, and what is added
 };
 
 // Tiles of a thread: the sums, steps of rows and of columns, and those of wide quads. The groups take two sets in turn.
@@ -33,66 +56,71 @@ struct TileNames {
   static constexpr int kSums = 4 * kOdd, kRows = kSums + 1, kColumns = kSums + 2, kWideRows = 3, kWideColumns = 7;
 };
 
-LLMCTL_INLINE TileShapes tile_shapes() {
+LLMCTL_INLINE TileShapes tile_shapes(const GroupTiles& group) {
   TileShapes to;
   for (int odd : {0, 4}) {
     to.set(odd, kTileHeight, 64);
-    to.set(odd + 1, kTileHeight, kTileStep);
-    to.set(odd + 2, kTileQuads, 64);
+    to.set(odd + 1, kTileHeight, group.step_bytes);
+    to.set(odd + 2, group.step_bytes / 4, 64);
   }
-  to.set(TileNames<0>::kWideRows, kTileHeight, 4 * kWideQuads);
+  to.set(TileNames<0>::kWideRows, kTileHeight, kWideBytes);
   to.set(TileNames<0>::kWideColumns, kWideQuads, 64);
   return to;
 }
 
-// Rows of the act that are one tile high: per group codes [steps][kTileHeight][kTileStep] and [kTileHeight][8], then for
-// every group scales and sums, float32 [2][kTileHeight].
-LLMCTL_INLINE long tiled_act_bytes(const GroupTiles& tiles, long groups) {
-  return groups * (tiles.act_bytes() + 8 * kTileHeight);
-}
-
-template <bool kWide, bool kSums>
-LLMCTL_NOINLINE void gather_act(const Form& form, const GroupTiles& tiles, long act_k, long first, int count, long groups,
-                                uint8_t* __restrict to) {
-  const int8_t* __restrict codes = static_cast<const int8_t*>(form.codes) + first * act_k;
-  const float* __restrict scales = form.scales + first * groups;
-  const int32_t* __restrict sums = form.sums + first * groups;
-  const int32_t* __restrict high = form.high + first * groups;
-  const int steps = tiles.steps;
-  const long act_bytes = tiles.act_bytes();
-  float* __restrict facts = reinterpret_cast<float*>(to + groups * act_bytes);
-  for (long g = 0; g < groups; ++g, codes += steps * kTileStep, to += act_bytes, facts += 2 * kTileHeight) {
-    for (int i = 0; i < count; ++i) {
-      for (int step = 0; step < steps; ++step) {
-        std::memcpy(to + (step * kTileHeight + i) * kTileStep, codes + i * act_k + step * kTileStep, kTileStep);
+// Some groups of `count` rows of the act, as a tile that is never lower: per group codes [steps][kTileHeight][kActRow] and
+// those of its wide quad [kTileHeight][tail_bytes], and to `facts` scales and sums, float32 [groups][2][kTileHeight].
+template <int kStepBytes, bool kSums>
+LLMCTL_NOINLINE void gather_act(const Form& form, const GroupTiles& group, long act_k, long row, int count, long first,
+                                long groups, uint8_t* __restrict to, float* __restrict facts) {
+  using Step = StepShape<kStepBytes>;
+  const int steps = group.steps;
+  const long act_bytes = group.act_bytes(), in_row = act_k / form.group;
+  if (count < kTileHeight) {
+    std::memset(to, 0, groups * act_bytes);
+    std::memset(facts, 0, groups * group.act_facts() * sizeof(float));
+  }
+  for (int i = 0; i < count; ++i) {
+    const long at = (row + i) * in_row + first;
+    const int8_t* __restrict codes = static_cast<const int8_t*>(form.codes) + (row + i) * act_k + first * form.group;
+    uint8_t* __restrict out = to + i * Step::kActRow;
+    for (long g = 0; g < groups; ++g, out += act_bytes) {
+      for (int step = 0; step < steps; ++step, codes += Step::kCodes) {
+        std::memcpy(out + step * kTileHeight * Step::kActRow, codes, Step::kCodes);
+      }
+      facts[g * 2 * kTileHeight + i] = form.scales[at + g];
+      if constexpr (kSums) facts[(g * 2 + 1) * kTileHeight + i] = static_cast<float>(form.sums[at + g]);
+      if constexpr (Step::kWideInside) {
+        const int32_t twice[kWideQuads] = {form.high[at + g], form.high[at + g]};
+        std::memcpy(out + Step::kCodes, twice, kWideBytes);
       }
     }
-    for (int i = 0; i < count; ++i) facts[i] = scales[i * groups + g];
-    if constexpr (kSums) {
-      for (int i = 0; i < count; ++i) facts[kTileHeight + i] = static_cast<float>(sums[i * groups + g]);
-    }
-    if constexpr (kWide) {
-      uint8_t* wide = to + steps * kTileHeight * kTileStep;
-      for (int i = 0; i < count; ++i) {
-        const int32_t twice[kWideQuads] = {high[i * groups + g], high[i * groups + g]};
-        std::memcpy(wide + i * sizeof(twice), twice, sizeof(twice));
+    if (group.tail_bytes != 0) {
+      uint8_t* tail = to + steps * kTileHeight * Step::kActRow + i * kWideBytes;
+      for (long g = 0; g < groups; ++g, tail += act_bytes) {
+        const int32_t twice[kWideQuads] = {form.high[at + g], form.high[at + g]};
+        std::memcpy(tail, twice, kWideBytes);
       }
     }
   }
 }
 
-// A panel's codes as signed bytes, by quads, then its scales and minima as float32, per group.
+// Some groups of a panel: its codes as signed bytes, by quads, then its scales and what is added to products, float32:
+// minima, or what takes the bias off again, which is exact since a scale has 11 bits.
 template <class C, WeightKind kKind>
-LLMCTL_NOINLINE void unpack_panel(const uint8_t* __restrict w, const uint8_t* __restrict wide, const GroupTiles& tiles,
-                                  long groups, uint8_t* __restrict to) {
+LLMCTL_NOINLINE void unpack_panel(const uint8_t* __restrict w, const uint8_t* __restrict wide, const GroupTiles& group,
+                                  long first, long groups, uint8_t* __restrict to) {
   using I = typename C::I;
-  const long panel_bytes = tiles.panel_bytes();
-  const int code_quads = tiles.steps * kTileQuads;
-  float* scales = reinterpret_cast<float*>(to + 64 * tiles.quads());
-  for (long g = 0; g < groups; ++g, to += panel_bytes, scales += panel_bytes / 4) {
-    C::store(scales, C::load_f16(reinterpret_cast<const uint16_t*>(w)));
+  const long panel_bytes = group.panel_bytes();
+  const int codes = group.steps * (group.step_bytes == 64 ? 16 : 8);  // quads
+  w += first * (2 * kPanel * (kKind == WeightKind::int4 ? 1 : 2) + 32L * codes);
+  float* scales = reinterpret_cast<float*>(to + panel_bytes - 128);
+  for (long g = first; g < first + groups; ++g, to += panel_bytes, scales += panel_bytes / 4) {
+    const auto scale = C::load_f16(reinterpret_cast<const uint16_t*>(w));
+    C::store(scales, scale);
     w += 2 * kPanel;
     I off = C::set1_i(0x08080808);
+    if constexpr (kKind != WeightKind::int4_min) C::store(scales + kPanel, C::mul(scale, C::set1(-kSumBias)));
     if constexpr (kKind != WeightKind::int4) {
       const auto zero = C::load_f16(reinterpret_cast<const uint16_t*>(w));
       if constexpr (kKind == WeightKind::int4_int) {
@@ -102,7 +130,7 @@ LLMCTL_NOINLINE void unpack_panel(const uint8_t* __restrict w, const uint8_t* __
       }
       w += 2 * kPanel;
     }
-    for (int quad = 0; quad < code_quads; quad += 8) {
+    for (int quad = 0; quad < codes; quad += 8) {
       LLMCTL_UNROLL
       for (int i = quad; i < quad + 8; i += 2, w += 64) {
         typename C::Codes4 low, high;
@@ -115,89 +143,105 @@ LLMCTL_NOINLINE void unpack_panel(const uint8_t* __restrict w, const uint8_t* __
     if (wide != nullptr) {
       I eightfold = C::zero_i();
       if (wide[g] != kNoQuad) eightfold = C::bytes_times8(C::load_bytes(to + 64 * wide[g]));
-      for (int i = 0; i < kWideQuads; ++i) C::store_bytes(to + 64 * (code_quads + i), eightfold);
+      for (int i = 0; i < kWideQuads; ++i) C::store_bytes(to + 64 * (codes + i), eightfold);
     }
   }
 }
 
-template <class C>
-LLMCTL_INLINE void ask_ahead(Ahead& ahead) {
-  for (long at = 0; at < ahead.pace; at += 64) C::prefetch(ahead.at + at);
-  ahead.at += ahead.pace;
-}
-
 // Products of a group of `x` and of a panel's, into the sums of its set; both move on to the next group.
-template <int kOdd>
-LLMCTL_INLINE void multiply_group(const GroupTiles& tiles, const uint8_t*& x, const uint8_t*& w) {
+template <int kOdd, int kStepBytes, bool kBiased>
+LLMCTL_INLINE void multiply_group(const GroupTiles& group, const uint8_t*& x, const uint8_t*& w) {
   using Names = TileNames<kOdd>;
+  using Step = StepShape<kStepBytes>;
+  alignas(64) static constexpr float kBias[kPanel] = {kSumBias, kSumBias, kSumBias, kSumBias, kSumBias, kSumBias,
+                                                      kSumBias, kSumBias, kSumBias, kSumBias, kSumBias, kSumBias,
+                                                      kSumBias, kSumBias, kSumBias, kSumBias};
+  if constexpr (kBiased) {
+    tile_load<Names::kSums>(kBias, 0);
+  } else {
+    tile_zero<Names::kSums>();
+  }
+  const int steps = kStepBytes == 64 ? group.steps : 1;
   const uint8_t* at = w;
-  tile_zero<Names::kSums>();
-  for (int step = 0; step < tiles.steps; ++step, x += kTileHeight * kTileStep, at += 64 * kTileQuads) {
-    tile_load<Names::kRows>(x, kTileStep);
+  for (int step = 0; step < steps; ++step, x += kTileHeight * Step::kActRow, at += 16 * kStepBytes) {
+    tile_load<Names::kRows>(x, Step::kActRow);
     tile_load<Names::kColumns>(at, 64);
     tile_dot4<Names::kSums, Names::kRows, Names::kColumns>();
   }
-  if (tiles.wide) {
-    tile_load<Names::kWideRows>(x, 4 * kWideQuads);
-    tile_load<Names::kWideColumns>(at, 64);
-    tile_dot4<Names::kSums, Names::kWideRows, Names::kWideColumns>();
-    x += kTileHeight * 4 * kWideQuads;
+  if constexpr (kStepBytes == 64) {
+    if (group.tail_bytes != 0) {
+      tile_load<Names::kWideRows>(x, kWideBytes);
+      tile_load<Names::kWideColumns>(at, 64);
+      tile_dot4<Names::kSums, Names::kWideRows, Names::kWideColumns>();
+      x += kTileHeight * kWideBytes;
+    }
+    w += group.panel_bytes();
+  } else {
+    w += 16 * kStepBytes + 128;
   }
-  w += tiles.panel_bytes();
 }
 
-// acc += a group's products times their scales: those of the columns, with minima behind them, and those of the rows,
-// with sums behind them.
-template <class C, WeightKind kKind, int kRows>
+// acc += a group's products times their scales: those of the columns, with what is added behind them, and those of the
+// rows, with sums behind them.
+template <class C, WeightKind kKind, bool kBiased, int kRows>
 LLMCTL_INLINE void scale_group(const int32_t* products, const uint8_t* columns, const float* rows,
                                typename C::F (&acc)[kRows]) {
   using F = typename C::F;
   const float* scales = reinterpret_cast<const float*>(columns);
   const F scale = C::load(scales);
-  F zero = C::zero();
-  if constexpr (kKind == WeightKind::int4_min) zero = C::load(scales + kPanel);
+  F added = C::zero();
+  if constexpr (kKind == WeightKind::int4_min || kBiased) added = C::load(scales + kPanel);
   LLMCTL_UNROLL
   for (int i = 0; i < kRows; ++i) {
-    F value = C::to_float(C::load_i(products + kPanel * i));
-    if constexpr (kKind == WeightKind::int4_min) {
-      value = C::fma(value, scale, C::mul(C::broadcast(rows + kTileHeight + i), zero));
+    F value;
+    if constexpr (kBiased) {  // exact but for the one rounding that the product of sum and scale has
+      value = C::fma(C::load(reinterpret_cast<const float*>(products + kPanel * i)), scale, added);
+    } else if constexpr (kKind == WeightKind::int4_min) {
+      value = C::to_float(C::load_i(products + kPanel * i));
+      value = C::fma(value, scale, C::mul(C::broadcast(rows + kTileHeight + i), added));
     } else {
-      value = C::mul(value, scale);
+      value = C::mul(C::to_float(C::load_i(products + kPanel * i)), scale);
     }
     acc[i] = C::fma(value, C::broadcast(rows + i), acc[i]);
   }
 }
 
-// kRows x kPanel outputs of an unpacked panel. While a group is scaled, the next one's products are on their way to
-// memory, and those of the one behind it are computed.
-template <class C, WeightKind kKind, int kRows>
-LLMCTL_NOINLINE void tile_in_registers(const uint8_t* w, const uint8_t* x, GroupTiles tiles, long groups,
-                                       Ahead ahead, float* __restrict sums) {
+// Some groups of kRows x kPanel outputs of an unpacked panel, on top of those before them in `sums`. While a group is
+// scaled, the next one's products are on their way to memory, and those of the one behind it are computed.
+// It has no more pointers than registers: gcc would keep one in the vector unit, and tiles would wait for it.
+template <class C, WeightKind kKind, int kStepBytes, bool kBiased, int kRows>
+LLMCTL_NOINLINE void tile_in_registers(const GroupTiles& shape, const uint8_t* w, const uint8_t* x, const float* rows,
+                                       long groups, float* __restrict sums) {
   alignas(64) int32_t products[2][kTileHeight * kPanel];
-  const long panel_bytes = tiles.panel_bytes();
-  const uint8_t* columns = w + 64 * tiles.quads();
-  const float* rows = reinterpret_cast<const float*>(x + groups * tiles.act_bytes());
+  const GroupTiles group = shape;
+  const long panel_bytes = kStepBytes == 64 ? group.panel_bytes() : 16 * kStepBytes + 128;
+  const uint8_t* columns = w + panel_bytes - 128;
   typename C::F acc[kRows];
   LLMCTL_UNROLL
-  for (int i = 0; i < kRows; ++i) acc[i] = C::zero();
-  multiply_group<0>(tiles, x, w);
-  if (groups > 1) multiply_group<1>(tiles, x, w);
+  for (int i = 0; i < kRows; ++i) acc[i] = C::load(sums + i * kPanel);
+  multiply_group<0, kStepBytes, kBiased>(group, x, w);
+  if (groups > 1) multiply_group<1, kStepBytes, kBiased>(group, x, w);
   tile_store<TileNames<0>::kSums>(products[0], 64);
   for (long g = 0; g < groups; g += 2) {
-    if (g + 2 < groups) multiply_group<0>(tiles, x, w);
+    if (g + 2 < groups) multiply_group<0, kStepBytes, kBiased>(group, x, w);
+    scale_group<C, kKind, kBiased, kRows>(products[0], columns, rows, acc);
     if (g + 1 < groups) tile_store<TileNames<1>::kSums>(products[1], 64);
-    ask_ahead<C>(ahead);
-    scale_group<C, kKind, kRows>(products[0], columns, rows, acc);
     columns += panel_bytes, rows += 2 * kTileHeight;
     if (g + 1 == groups) break;
-    if (g + 3 < groups) multiply_group<1>(tiles, x, w);
+    if (g + 3 < groups) multiply_group<1, kStepBytes, kBiased>(group, x, w);
+    scale_group<C, kKind, kBiased, kRows>(products[1], columns, rows, acc);
     if (g + 2 < groups) tile_store<TileNames<0>::kSums>(products[0], 64);
-    ask_ahead<C>(ahead);
-    scale_group<C, kKind, kRows>(products[1], columns, rows, acc);
     columns += panel_bytes, rows += 2 * kTileHeight;
   }
   LLMCTL_UNROLL
   for (int i = 0; i < kRows; ++i) C::store(sums + i * kPanel, acc[i]);
+}
+
+template <class C, WeightKind kKind, int kStepBytes, bool kBiased>
+LLMCTL_INLINE auto tile_of_height(int rows) {
+  return rows <= 8    ? tile_in_registers<C, kKind, kStepBytes, kBiased, 8>
+         : rows <= 12 ? tile_in_registers<C, kKind, kStepBytes, kBiased, 12>
+                      : tile_in_registers<C, kKind, kStepBytes, kBiased, 16>;
 }
 
 // The calling thread's memory for what it unpacks, 64-byte aligned: too much for a stack, and as much as its largest
@@ -218,64 +262,115 @@ static uint8_t* tile_room(long bytes) {
   return static_cast<uint8_t*>(room.data);
 }
 
-// Whether rows are enough to pay for unpacking a panel: a tile that is nearly full, or two that are more than half.
-LLMCTL_INLINE bool are_enough_for_tiles(int rows) { return rows >= 22 || (rows >= 14 && rows <= kTileHeight); }
+// Rows share the unpacking of a panel, and panels that of laying out rows; weights are asked for ahead of their use.
+constexpr LinearChunk kTilesChunk{64, 32, 32, 0};
 
-// As `linear` of linear.hpp, which computes what is not faster here: few rows, and groups of 32, where scaling takes
-// most of the time.
-template <class Isa, WeightKind kKind>
-LLMCTL_NOINLINE void linear_tiles(const LinearArgs& a, int panel_begin, int panel_end, int row_begin, int row_end,
-                                  int act_row) {
+// Whether rows are enough to pay for unpacking a panel, and leave little of the tiles empty: one that is nearly full, or
+// more of them that are more than half. Groups of 32, which gain least, want full ones.
+LLMCTL_INLINE bool are_enough_for_tiles(int rows, int group) {
+  const int room = (rows + kTileHeight - 1) / kTileHeight * kTileHeight;
+  if (group == 32) return 10 * rows >= 9 * room;
+  return rows >= 22 || (rows >= 14 && rows <= kTileHeight);
+}
+
+// Panels by rows in tiles: rows laid out a span of groups at a time, and of these a block of two panels and of every tile
+// in turn, so that each product finds its panels in L1. False, and nothing done, if there is no memory.
+template <class Isa, WeightKind kKind, int kStepBytes, bool kBiased>
+LLMCTL_NOINLINE bool run_in_tiles(const LinearArgs& a, const GroupTiles& shape, Range panels, Range rows, int act_row) {
   using C = typename Isa::Columns;
-  constexpr long kMostBytes = 768 << 10;  // of rows in tiles at a time: they stay in L2, beside a panel
-  const int rows = row_end - row_begin;
-  const auto without_tiles = [&] {
-    avx512_table().linear[static_cast<int>(kKind)](a, panel_begin, panel_end, row_begin, row_end, act_row);
+  constexpr long kMostBytes = 768 << 10;  // of rows in tiles at a time: they stay in L2
+  constexpr long kBlockBytes = 8 << 10;   // of a tile in a block of groups: it stays in L1, beside that of two panels
+  constexpr int kPair = 2;                // panels that share what is in L1 of the rows
+  constexpr long kSums = kTileHeight * kPanel;
+  const int all = rows.end - rows.begin, tiles = (all + kTileHeight - 1) / kTileHeight;
+  const int height = all / tiles, taller = all % tiles;
+  const auto part_of = [](long n, long most) {  // one of the fewest even parts
+    const long parts = (n + most - 1) / most;
+    return (n + parts - 1) / parts;
   };
-  if (!are_enough_for_tiles(rows) || a.form.group % kTileStep != 0) return without_tiles();
-  const long groups = a.act.k / a.form.group;
-  const GroupTiles tiles{a.form.group / kTileStep, a.form.wide != nullptr};
-  const long tile_bytes = tiled_act_bytes(tiles, groups);
-  const int all = (rows + kTileHeight - 1) / kTileHeight, height = rows / all, taller = rows % all;
-  const int together = least(all, most(1, static_cast<int>(kMostBytes / tile_bytes)));
-  uint8_t* room = tile_room(together * tile_bytes + groups * tiles.panel_bytes());
-  if (room == nullptr) return without_tiles();
-  uint8_t* codes = room + together * tile_bytes;
-  std::memset(room, 0, together * tile_bytes);  // also of what no row fills
-  constexpr bool kSums = kKind == WeightKind::int4_min;
-  const auto gather = tiles.wide ? gather_act<true, kSums> : gather_act<false, kSums>;
-  const int tallest = height + (taller != 0 ? 1 : 0);
-  const auto run = tallest <= 8    ? tile_in_registers<C, kKind, 8>
-                   : tallest <= 12 ? tile_in_registers<C, kKind, 12>
-                                   : tile_in_registers<C, kKind, 16>;
-  alignas(64) float sums[kTileHeight * kPanel];
-  tiles_on(tile_shapes());
-  int next_row = row_begin;
-  for (int first = 0; first < all; first += together) {
-    const int here = least(together, all - first), first_row = next_row;
-    const auto each_tile = [&](const auto& visit) {
-      next_row = first_row;
-      for (int t = 0; t < here; ++t) {
-        const int count = height + (first + t < taller ? 1 : 0);
-        visit(t, next_row, count, room + t * tile_bytes);
-        next_row += count;
-      }
-    };
-    each_tile([&](int, int row, int count, uint8_t* x) {
-      gather(a.form, tiles, a.act.k, static_cast<long>(act_row) + row, count, groups, x);
+  const long groups = a.act.k / a.form.group, facts_of_group = shape.act_facts();
+  const long group_bytes = shape.act_bytes() + facts_of_group * static_cast<long>(sizeof(float));
+  const long in_span = part_of(groups, std::max(1L, kMostBytes / (tiles * group_bytes)));
+  const long in_block = part_of(in_span, std::max(1L, kBlockBytes / shape.act_bytes()));
+  const long tile_bytes = in_span * group_bytes, block_bytes = in_block * shape.panel_bytes();
+  const int count = panels.end - panels.begin, kept = in_span < groups ? count : kPair;
+  uint8_t* room = tile_room(tiles * tile_bytes + kPair * block_bytes + kSums * kept * tiles * sizeof(float));
+  if (room == nullptr) return false;
+  uint8_t* codes = room + tiles * tile_bytes;
+  float* sums = reinterpret_cast<float*>(codes + kPair * block_bytes);
+  const auto run = tile_of_height<C, kKind, kStepBytes, kBiased>(height + (taller != 0 ? 1 : 0));
+  const auto each_tile = [&](const auto& visit) {
+    for (int t = 0, row = rows.begin; t < tiles; ++t) {
+      const int here = height + (t < taller ? 1 : 0);
+      visit(t, row, here, room + t * tile_bytes);
+      row += here;
+    }
+  };
+  tiles_on(tile_shapes(shape));
+  for (long span = 0; span < groups; span += in_span) {
+    const long span_end = std::min(span + in_span, groups);
+    each_tile([&](int, int row, int here, uint8_t* x) {
+      gather_act<kStepBytes, kKind == WeightKind::int4_min>(
+          a.form, shape, a.act.k, static_cast<long>(act_row) + row, here, span, span_end - span, x,
+          reinterpret_cast<float*>(x + in_span * shape.act_bytes()));
     });
-    for (int panel = panel_begin; panel < panel_end; ++panel) {
-      unpack_panel<C, kKind>(a.weight.panel(panel), a.form.wide, tiles, groups, codes);
-      const long steps = here * groups;
-      const long pace = panel + 1 == panel_end ? 0 : (a.weight.panel_bytes + steps - 1) / steps;
-      each_tile([&](int t, int row, int count, const uint8_t* x) {
-        const Ahead ahead{a.weight.panel(panel + 1) + t * groups * pace, pace};
-        run(codes, x, tiles, groups, ahead, sums);
-        finish_tile<Isa>(a, sums, count, row, panel);
-      });
+    for (int panel = panels.begin; panel < panels.end; panel += kPair) {
+      const int pair = std::min(kPair, panels.end - panel), next = std::min(kPair, panels.end - panel - pair);
+      const long calls = tiles * pair * ((span_end - span + in_block - 1) / in_block);
+      const long share = next * a.weight.panel_bytes * (span_end - span) / groups;
+      Ahead ahead{a.weight.panel(panel + pair) + a.weight.panel_bytes * span / groups, (share + calls - 1) / calls};
+      float* of_pair = sums + (kept == kPair ? 0 : (panel - panels.begin) * tiles * kSums);
+      const auto at_sums = [&](int t, int p) { return of_pair + (t * pair + p) * kSums; };
+      if (span == 0) std::memset(of_pair, 0, tiles * pair * kSums * sizeof(float));
+      for (long block = span; block < span_end; block += in_block) {
+        const long here = std::min(in_block, span_end - block);
+        for (int p = 0; p < pair; ++p) {
+          unpack_panel<C, kKind>(a.weight.panel(panel + p), a.form.wide, shape, block, here, codes + p * block_bytes);
+        }
+        const bool is_last = block + here == groups;
+        each_tile([&](int t, int row, int high, const uint8_t* x) {
+          const float* facts = reinterpret_cast<const float*>(x + in_span * shape.act_bytes());
+          for (int p = 0; p < pair; ++p) {
+            for (long at = 0; at < ahead.pace; at += 64) C::prefetch_to_l2(ahead.at + at);
+            ahead.at += ahead.pace;
+            if (is_last) {
+              const long column = static_cast<long>(panel + p) * kPanel;
+              for (int i = 0; i < high; ++i) __builtin_prefetch(a.out.row(row + i) + column, 1);
+            }
+            run(shape, codes + p * block_bytes, x + (block - span) * shape.act_bytes(),
+                facts + (block - span) * facts_of_group, here, at_sums(t, p));
+          }
+        });
+      }
+      if (span_end == groups) {
+        each_tile([&](int t, int row, int high, const uint8_t*) {
+          for (int p = 0; p < pair; ++p) finish_tile<Isa>(a, at_sums(t, p), high, row, panel + p);
+        });
+      }
     }
   }
   tiles_off();
+  return true;
+}
+
+// As `linear` of linear.hpp, which computes what is not faster here: few rows.
+template <class Isa, WeightKind kKind>
+LLMCTL_NOINLINE void linear_tiles(const LinearArgs& a, int panel_begin, int panel_end, int row_begin, int row_end,
+                                  int act_row) {
+  constexpr bool kBiased = kKind != WeightKind::int4_min;
+  const Range panels{panel_begin, panel_end}, rows{row_begin, row_end};
+  const GroupTiles shape(a.form.group, a.form.wide != nullptr);
+  bool done = false;
+  if (are_enough_for_tiles(row_end - row_begin, a.form.group) && GroupTiles::hold(a.form.group)) {
+    const auto run = shape.step_bytes == 32             ? run_in_tiles<Isa, kKind, 32, kBiased>
+                     : shape.step_bytes != 64           ? run_in_tiles<Isa, kKind, 32 + kWideBytes, kBiased>
+                     : a.form.group <= kMostBiasedGroup ? run_in_tiles<Isa, kKind, 64, kBiased>
+                                                        : run_in_tiles<Isa, kKind, 64, false>;
+    done = run(a, shape, panels, rows, act_row);
+  }
+  if (!done) {
+    avx512_table().linear[static_cast<int>(kKind)](a, panel_begin, panel_end, row_begin, row_end, act_row);
+  }
 }
 
 }  // namespace llmctl::cpu

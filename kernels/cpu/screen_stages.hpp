@@ -118,7 +118,9 @@ class ScreenRowsStage final : public Stage {
 class ScreenStage final : public Stage {
  public:
   explicit ScreenStage(std::shared_ptr<Screen> screen)
-      : screen_(std::move(screen)), exact_(screen_->table.linear[static_cast<int>(screen_->exact.weight.kind)]) {}
+      : screen_(std::move(screen)),
+        exact_(screen_->table.linear[static_cast<int>(screen_->exact.weight.kind)]),
+        chunk_(screen_->table.chunk[static_cast<int>(screen_->exact.weight.kind)]) {}
   void run(const Share& share) const override {
     const Table& table = screen_->table;
     const ScreenArgs& args = screen_->args;
@@ -129,7 +131,7 @@ class ScreenStage final : public Stage {
         table.coarse(args, rows, panels.begin, panels.end);
         return;
       case Screen::Way::many:
-        spread_linear(share, args, rows, table.screen);
+        spread_linear(share, args, rows, LinearChunk{}, table.screen);
         return;
       case Screen::Way::whole_and_norms:
         table.screen_norms(args, panels.begin, panels.end);
@@ -142,7 +144,7 @@ class ScreenStage final : public Stage {
       case Screen::Way::whole:
         break;
     }
-    spread_linear(share, screen_->exact, rows, exact_);
+    spread_linear(share, screen_->exact, rows, chunk_, exact_);
   }
   const Batch& batch() const override { return screen_->exact.batch; }
   std::vector<Access> accesses() const override {
@@ -153,6 +155,7 @@ class ScreenStage final : public Stage {
  private:
   std::shared_ptr<Screen> screen_;
   void (*exact_)(const LinearArgs&, int, int, int, int, int);
+  LinearChunk chunk_;
 };
 
 class ScreenedStage final : public Stage {

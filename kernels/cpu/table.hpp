@@ -222,6 +222,13 @@ static inline long latent_partial(const LatentArgs& a, long row, long head, long
   return ((row * a.num_heads + head) * a.max_splits + split) * (a.up.k + kPartialExtra);
 }
 
+// What a thread takes of a linear at a time when there are many rows: so many rows, and panels that stay in L2, or as
+// many as share the cost of preparing the rows.
+struct LinearChunk {
+  int rows = 64, min_panels = 4, max_panels = 16;
+  long bytes = 256 << 10;
+};
+
 struct Table {
   const char* isa;
   void (*embed)(const EmbedArgs&, int row_begin, int row_end);
@@ -229,6 +236,7 @@ struct Table {
   void (*norm_add)(const NormAddArgs&, int row_begin, int row_end);
   void (*linear[kWeightKinds])(const LinearArgs&, int panel_begin, int panel_end, int row_begin, int row_end,
                                int act_row);
+  LinearChunk chunk[kWeightKinds];
   // Null where an instruction set gains nothing by it: norms of panels, the form of 8 bits and the reach of rows, outputs.
   void (*screen_norms)(const ScreenArgs&, int panel_begin, int panel_end);
   void (*screen_rows)(const ScreenArgs&, int row_begin, int row_end);

@@ -38,11 +38,18 @@ TILED = [
     *(
         linear_case(parse_weight_format(name), rows, 33, 384, wide=wide, add=wide, bias=not wide)
         for name in ("int4g32", "int4g32min", "int4g32int", "int4g64", "int4g128min", "int4g128int")
-        for rows in (13, 14, 16, 17, 31, 32, 33, 40)
+        for rows in (13, 14, 15, 16, 17, 31, 32, 33, 40)
         for wide in (False, True)
     ),
-    # Rows in several parts.
+    # Groups in several parts, and one that is too large for its sums to be biased.
     *(linear_case(parse_weight_format("int4g64"), 40, 33, k, wide=True) for k in (9216, 32768)),
+    *(
+        linear_case(parse_weight_format("int4g32"), 32, 65, k, wide=wide)
+        for k in (416, 32768)
+        for wide in (False, True)
+    ),
+    linear_case(parse_weight_format("int4g32min"), 31, 65, 32768, add=True),
+    *(linear_case(parse_weight_format(name), 40, 33, 2048) for name in ("int4g2048", "int4g2048int", "int4g2048min")),
     *(linear_case(parse_weight_format(f"int4g{k}"), 40, 33, k, wide=wide) for k in (96, 320) for wide in (False, True)),
     linear_case(parse_weight_format("int4g128min"), 40, 33, 8192, ordered=True),
 ]
