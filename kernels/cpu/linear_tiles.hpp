@@ -262,7 +262,7 @@ static uint8_t* tile_room(long bytes) {
   return static_cast<uint8_t*>(room.data);
 }
 
-// Rows share the unpacking of a panel, and panels that of laying out rows; weights are asked for ahead of their use.
+// Laying out rows pays with many panels, whatever their bytes: they are asked for ahead of their use.
 constexpr LinearChunk kTilesChunk{64, 32, 32, 0};
 
 // Whether rows are enough to pay for unpacking a panel, and leave little of the tiles empty: one that is nearly full, or

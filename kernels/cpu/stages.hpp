@@ -151,32 +151,26 @@ class NormAddStage final : public Stage {
 // Panels and rows of a linear over the threads. Few rows: every thread has a fixed part of the panels. With more than 16,
 // chunks are taken from the counter, since a static cut waits for the slowest thread; all rows pass by a few panels
 // before the next ones are read, because weights are the larger part and activations are read by all threads at once.
-// With many threads chunks have fewer rows, and then fewer panels, until there are enough of them.
 template <class Args>
 void spread_linear(const Share& share, const Args& args, int rows, const LinearChunk& chunk_of,
                    void (*kernel)(const Args&, int, int, int, int, int)) {
-  constexpr int kDynamicRows = 17, kLeastRows = 64, kChunksPerThread = 4;
+  constexpr int kDynamicRows = 17, kChunksPerThread = 4;
   const int panels = args.weight.panels, act_row = share.act_row(args.act);
   if (rows < kDynamicRows) {
     const Range own = share.cut(panels);
     kernel(args, own.begin, own.end, 0, rows, act_row);
     return;
   }
-  const long fitting = std::clamp(chunk_of.bytes / args.weight.panel_bytes, static_cast<long>(chunk_of.min_panels),
-                                  static_cast<long>(chunk_of.max_panels));
-  const int most = static_cast<int>(fitting);
-  int row_chunk = chunk_of.rows, row_chunks, fair;
-  for (;; row_chunk /= 2) {
-    row_chunks = (rows + row_chunk - 1) / row_chunk;
-    fair = std::max(1, panels * row_chunks / (kChunksPerThread * share.threads));
-    if (fair >= most || row_chunk <= kLeastRows) break;
-  }
+  const int row_chunks = (rows + chunk_of.rows - 1) / chunk_of.rows;
+  const int most = std::clamp(chunk_of.bytes / static_cast<int>(args.weight.panel_bytes), chunk_of.min_panels,
+                              chunk_of.max_panels);
+  const int fair = std::max(1, panels * row_chunks / (kChunksPerThread * share.threads));
   const int about = (panels + std::min(most, fair) - 1) / std::min(most, fair);
   const int panel_chunk = (panels + 2 * about - 1) / (2 * about) * 2;  // even, as tiles read two at once
   const int chunks = row_chunks * ((panels + panel_chunk - 1) / panel_chunk);
   for (int chunk; (chunk = share.take()) < chunks;) {
-    const int row = chunk % row_chunks * row_chunk, panel = chunk / row_chunks * panel_chunk;
-    kernel(args, panel, std::min(panel + panel_chunk, panels), row, std::min(row + row_chunk, rows), act_row);
+    const int row = chunk % row_chunks * chunk_of.rows, panel = chunk / row_chunks * panel_chunk;
+    kernel(args, panel, std::min(panel + panel_chunk, panels), row, std::min(row + chunk_of.rows, rows), act_row);
   }
 }
 

@@ -222,11 +222,11 @@ static inline long latent_partial(const LatentArgs& a, long row, long head, long
   return ((row * a.num_heads + head) * a.max_splits + split) * (a.up.k + kPartialExtra);
 }
 
-// What a thread takes of a linear at a time when there are many rows: so many rows, and panels that stay in L2, or as
-// many as share the cost of preparing the rows.
+// What a thread takes of a linear at a time when there are many rows: so many of them, and the panels that fit in so many
+// bytes, from the least to the most.
 struct LinearChunk {
   int rows = 64, min_panels = 4, max_panels = 16;
-  long bytes = 256 << 10;
+  int bytes = 256 << 10;  // they should stay in L2
 };
 
 struct Table {
