@@ -1,8 +1,9 @@
 // Linear tiles of int4 weights in tile registers: the sums of a group are a few products of tiles, 16 rows x 16 columns.
 // They are scaled as in linear_int.hpp, in the same order, so the bits are the same.
 //
-// A tile register takes four k of a column, a quad, as one of its rows, and its products are of signed bytes: a panel is
-// unpacked before rows pass by it, to what its codes stand for - q - 8, q - z, or q where minima are added.
+// A row of a tile register holds four k, a quad, of each of 16 columns, and its products are of signed bytes: a panel is
+// unpacked before rows pass by it, to what its codes stand for - q - 8, q - z, or q where minima are added. Zero points
+// are 0 to 16.
 // A wide quad is two quads more, for its products are 16 times a code: each has 8 times the code, and the high part of
 // the activations once.
 //
@@ -21,7 +22,7 @@ namespace llmctl::cpu {
 
 constexpr int kTileHeight = 16, kWideQuads = 2, kWideBytes = 4 * kWideQuads;
 constexpr float kSumBias = 12582912.0f;  // 1.5 * 2^23: plus any sum below 2^22 it is exact
-constexpr int kMostBiasedGroup = 1024;   // x 15 x 127, and four times 16 x 15 x 127: below 2^22
+constexpr int kMostBiasedGroup = 1024;   // codes of 16 x 127, and four wide ones of 16 times that: their sum is smaller
 
 // How a group lies in tiles: `steps` products of `step_bytes` a row, then one of its wide quad's two. A group of 32 is
 // one product and has its wide quad's in it. Rows of the act are kActRow apart: no load of one crosses a cache line.
@@ -68,8 +69,9 @@ LLMCTL_INLINE TileShapes tile_shapes(const GroupTiles& group) {
   return to;
 }
 
-// Some groups of `count` rows of the act, as a tile that is never lower: per group codes [steps][kTileHeight][kActRow] and
-// those of its wide quad [kTileHeight][tail_bytes], and to `facts` scales and sums, float32 [groups][2][kTileHeight].
+// Some groups of `count` rows of the act as a whole tile, where missing rows are zeros: per group codes
+// [steps][kTileHeight][kActRow] and those of its wide quad [kTileHeight][tail_bytes], and to `facts` scales and sums,
+// float32 [groups][2][kTileHeight].
 template <int kStepBytes, bool kSums>
 LLMCTL_NOINLINE void gather_act(const Form& form, const GroupTiles& group, long act_k, long row, int count, long first,
                                 long groups, uint8_t* __restrict to, float* __restrict facts) {
@@ -106,7 +108,7 @@ LLMCTL_NOINLINE void gather_act(const Form& form, const GroupTiles& group, long 
 }
 
 // Some groups of a panel: its codes as signed bytes, by quads, then its scales and what is added to products, float32:
-// minima, or what takes the bias off again, which is exact since a scale has 11 bits.
+// minima, or what takes the bias off again, which is exact since a scale is finite and has 11 bits.
 template <class C, WeightKind kKind>
 LLMCTL_NOINLINE void unpack_panel(const uint8_t* __restrict w, const uint8_t* __restrict wide, const GroupTiles& group,
                                   long first, long groups, uint8_t* __restrict to) {
@@ -244,7 +246,7 @@ LLMCTL_INLINE auto tile_of_height(int rows) {
                       : tile_in_registers<C, kKind, kStepBytes, kBiased, 16>;
 }
 
-// The calling thread's memory for what it unpacks, 64-byte aligned: too much for a stack, and as much as its largest
+// The calling thread's memory for rows, panels and sums, 64-byte aligned: too much for a stack, and as much as its largest
 // linear needs. Null if there is none.
 static uint8_t* tile_room(long bytes) {
   struct Room {
@@ -269,12 +271,13 @@ constexpr LinearChunk kTilesChunk{64, 32, 32, 0};
 // more of them that are more than half. Groups of 32, which gain least, want full ones.
 LLMCTL_INLINE bool are_enough_for_tiles(int rows, int group) {
   const int room = (rows + kTileHeight - 1) / kTileHeight * kTileHeight;
-  if (group == 32) return 10 * rows >= 9 * room;
+  if (group == 32) return rows > 0 && 10 * rows >= 9 * room;
   return rows >= 22 || (rows >= 14 && rows <= kTileHeight);
 }
 
 // Panels by rows in tiles: rows laid out a span of groups at a time, and of these a block of two panels and of every tile
-// in turn, so that each product finds its panels in L1. False, and nothing done, if there is no memory.
+// in turn, so that with all but the largest groups each product finds its panels in L1. False, and nothing done, if
+// there is no memory.
 template <class Isa, WeightKind kKind, int kStepBytes, bool kBiased>
 LLMCTL_NOINLINE bool run_in_tiles(const LinearArgs& a, const GroupTiles& shape, Range panels, Range rows, int act_row) {
   using C = typename Isa::Columns;
@@ -316,9 +319,10 @@ LLMCTL_NOINLINE bool run_in_tiles(const LinearArgs& a, const GroupTiles& shape, 
     });
     for (int panel = panels.begin; panel < panels.end; panel += kPair) {
       const int pair = std::min(kPair, panels.end - panel), next = std::min(kPair, panels.end - panel - pair);
-      const long calls = tiles * pair * ((span_end - span + in_block - 1) / in_block);
-      const long share = next * a.weight.panel_bytes * (span_end - span) / groups;
-      Ahead ahead{a.weight.panel(panel + pair) + a.weight.panel_bytes * span / groups, (share + calls - 1) / calls};
+      // The next panels' parts of this span, each a share for every tile and block.
+      const long shares = tiles * ((span_end - span + in_block - 1) / in_block);
+      const long part = a.weight.panel_bytes * (span_end - span) / groups;
+      Ahead ahead{a.weight.panel(panel + pair) + a.weight.panel_bytes * span / groups, (part + shares - 1) / shares};
       float* of_pair = sums + (kept == kPair ? 0 : (panel - panels.begin) * tiles * kSums);
       const auto at_sums = [&](int t, int p) { return of_pair + (t * pair + p) * kSums; };
       if (span == 0) std::memset(of_pair, 0, tiles * pair * kSums * sizeof(float));
@@ -331,8 +335,10 @@ LLMCTL_NOINLINE bool run_in_tiles(const LinearArgs& a, const GroupTiles& shape, 
         each_tile([&](int t, int row, int high, const uint8_t* x) {
           const float* facts = reinterpret_cast<const float*>(x + in_span * shape.act_bytes());
           for (int p = 0; p < pair; ++p) {
-            for (long at = 0; at < ahead.pace; at += 64) C::prefetch_to_l2(ahead.at + at);
-            ahead.at += ahead.pace;
+            if (p < next) {
+              const uint8_t* from = ahead.at + p * a.weight.panel_bytes;
+              for (long at = 0; at < ahead.pace; at += 64) C::prefetch_to_l2(from + at);
+            }
             if (is_last) {
               const long column = static_cast<long>(panel + p) * kPanel;
               for (int i = 0; i < high; ++i) __builtin_prefetch(a.out.row(row + i) + column, 1);
@@ -340,6 +346,7 @@ LLMCTL_NOINLINE bool run_in_tiles(const LinearArgs& a, const GroupTiles& shape, 
             run(shape, codes + p * block_bytes, x + (block - span) * shape.act_bytes(),
                 facts + (block - span) * facts_of_group, here, at_sums(t, p));
           }
+          ahead.at += ahead.pace;
         });
       }
       if (span_end == groups) {
@@ -353,7 +360,7 @@ LLMCTL_NOINLINE bool run_in_tiles(const LinearArgs& a, const GroupTiles& shape, 
   return true;
 }
 
-// As `linear` of linear.hpp, which computes what is not faster here: few rows.
+// As `linear` of linear.hpp, which computes what is not faster here, few rows, and what is not done here: other groups.
 template <class Isa, WeightKind kKind>
 LLMCTL_NOINLINE void linear_tiles(const LinearArgs& a, int panel_begin, int panel_end, int row_begin, int row_end,
                                   int act_row) {

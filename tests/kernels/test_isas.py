@@ -41,7 +41,7 @@ TILED = [
         for rows in (13, 14, 15, 16, 17, 31, 32, 33, 40)
         for wide in (False, True)
     ),
-    # Groups in several parts, and one that is too large for its sums to be biased.
+    # Groups in several blocks, and in several spans; several panels for a thread.
     *(linear_case(parse_weight_format("int4g64"), 40, 33, k, wide=True) for k in (9216, 32768)),
     *(
         linear_case(parse_weight_format("int4g32"), 32, 65, k, wide=wide)
@@ -49,6 +49,10 @@ TILED = [
         for wide in (False, True)
     ),
     linear_case(parse_weight_format("int4g32min"), 31, 65, 32768, add=True),
+    linear_case(parse_weight_format("int4g32"), 16, 112, 22016, wide=True),
+    linear_case(parse_weight_format("int4g32"), 32, 560, 416, wide=True),
+    linear_case(parse_weight_format("int4g32"), 32, 560, 16384, wide=True),
+    # One that is too large for its sums to be biased.
     *(linear_case(parse_weight_format(name), 40, 33, 2048) for name in ("int4g2048", "int4g2048int", "int4g2048min")),
     *(linear_case(parse_weight_format(f"int4g{k}"), 40, 33, k, wide=wide) for k in (96, 320) for wide in (False, True)),
     linear_case(parse_weight_format("int4g128min"), 40, 33, 8192, ordered=True),
@@ -76,6 +80,17 @@ def test_what_is_no_number_makes_its_row_nan_in_every_batch_and_on_every_set(nam
             for op in entry_on(isa, "linear").build(args):
                 op.run()
             assert np.isnan(args.out[0, :33]).all() and np.isfinite(args.out[1:rows, :33]).all(), (rows, isa)
+
+
+@pytest.mark.parametrize("name", ["int4g32", "int4g64", "int4g32min", "int4g32int", "int8g32", "int16g32", "f32"])
+def test_a_step_that_wants_no_logits_leaves_the_head_alone_on_every_set(name: str) -> None:
+    for isa in _cpu.isas():
+        args = linear_case(parse_weight_format(name), 16, 33, 192, logits=True).make()
+        args.batch.counts[2] = 0
+        before = args.out.copy()
+        for op in entry_on(isa, "linear").build(args):
+            op.run()
+        assert np.array_equal(args.out, before), isa
 
 
 def test_tile_registers_need_no_room_on_the_stack() -> None:
