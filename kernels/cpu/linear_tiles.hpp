@@ -29,12 +29,12 @@ constexpr int kMostBiasedGroup = 1024;   // codes of 16 x 127, and four wide one
 template <int kStepBytes>
 struct StepShape {
   static_assert(kStepBytes == 32 || kStepBytes == 32 + kWideBytes || kStepBytes == 64);
-  static constexpr int kBytes = kStepBytes;
   static constexpr int kCodes = kStepBytes == 64 ? 64 : 32;
   static constexpr int kActRow = kStepBytes == 32 ? 32 : 64;
   static constexpr bool kWideInside = kStepBytes > kCodes;
 };
 
+// The same of a weight, and the sizes that follow.
 struct GroupTiles {
   int steps, step_bytes, act_row, tail_bytes;
 
