@@ -16,9 +16,10 @@ Meaning shared by all implementations (the reference in `reference/` is the orac
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,7 @@ AnyArray = npt.NDArray[np.generic]
 
 NO_QUAD = 255  # of an ActForm's wide quads: this group has none
 WIDE_TOP = 2032.0  # largest wide code: 16 * 127, so that its high part is a byte
+CACHE_LINE = 64
 PANEL = 16  # outputs per packed panel; every row buffer is padded to a multiple of it
 PRIVATE_ROWS = 2  # with at most this many rows each thread computes an Act for itself, which saves a barrier
 
@@ -184,12 +186,12 @@ def make_act(
     rows = max_rows + PRIVATE_ROWS * threads
     forms = []
     for kind, group, order in act_forms(consumers, orders):
-        codes: AnyArray = np.zeros((rows, k), np.int8 if kind == "i8" else np.int16)
-        scales = np.zeros((rows, k // group), np.float32)
-        sums = np.zeros((rows, k // group), np.int32)
-        high = np.zeros_like(sums) if kind == "i8" else None
+        codes = _zeros((rows, k), np.int8 if kind == "i8" else np.int16)
+        scales = _zeros((rows, k // group), np.float32)
+        sums = _zeros((rows, k // group), np.int32)
+        high = _zeros((rows, k // group), np.int32) if kind == "i8" else None
         forms.append(ActForm(kind, group, codes, scales, sums, order, None, high))
-    values = np.zeros((rows, k), ELEMENT_TYPES[dtype])
+    values = _zeros((rows, k), ELEMENT_TYPES[dtype])
     return Act(k, max_rows, values, tuple(forms))
 
 
@@ -219,7 +221,15 @@ def _same_order(a: I32Array | None, b: I32Array | None) -> bool:
 
 def make_rows(width: int, max_rows: int, dtype: str = "f32") -> F32Array:
     """A buffer [max_rows, width rounded up to whole panels]: float32, or what a GPU computes in."""
-    return np.zeros((max_rows, -(-width // PANEL) * PANEL), ELEMENT_TYPES[dtype])
+    return _zeros((max_rows, -(-width // PANEL) * PANEL), ELEMENT_TYPES[dtype])
+
+
+def _zeros(shape: tuple[int, int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Zeros that begin with a cache line: numpy's own begin 16 bytes into one, and each wide vector is then in two."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.zeros(size + CACHE_LINE, np.uint8)
+    start = -memory.ctypes.data % CACHE_LINE
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
