@@ -1,7 +1,7 @@
 // Quantized forms of an activation row.
 //
 // Per row and group of k: scale = absmax / Q, code = round-half-even(x / scale) with Q = 127, 2047 or 8191 (codes of 8, 12
-// or 14 bits), and the sum of the codes. A true division, not a product with 1 / scale: that is the meaning of the op. A
+// or 14 bits), and the sum of the codes. The bits of a division, not of a product with 1 / scale: that is the op's meaning. A
 // NaN or Inf anywhere in a group makes its scale NaN or Inf and its codes 0: every output that reads it is NaN. A form may
 // have its values in another order: that of a weight whose groups are not of consecutive inputs.
 //
@@ -9,6 +9,7 @@
 // neighbours their precision.
 #pragma once
 
+#include "act_blocks.hpp"
 #include "batch.hpp"
 #include "isa.hpp"
 
@@ -16,6 +17,22 @@ namespace llmctl::cpu {
 
 LLMCTL_INLINE float top_code(FormKind kind) { 
   return kind == FormKind::i8 ? 127.0f : kind == FormKind::i12 ? 2047.0f : 8191.0f;
+}
+
+template <class C, class Code>
+LLMCTL_INLINE int32_t quantize_without_division(const float* x, int group, float scale, Code* codes) {
+  const auto s = C::set1(scale), r = C::set1(1.0f / scale);
+  auto sum = C::zero_i();
+  for (int k = 0; k < group; k += C::kWidth) {
+    const auto code = C::to_int(quotient<C>(C::load(x + k), s, r));
+    sum = C::add_i(sum, code);
+    if constexpr (sizeof(Code) == 1) {
+      C::store_i8(codes + k, code);
+    } else {
+      C::store_i16(codes + k, code);
+    }
+  }
+  return C::sum_i(sum);
 }
 
 // Codes of one group, a multiple of C's lanes. Returns their sum.
@@ -30,6 +47,11 @@ LLMCTL_INLINE int32_t quantize_lanes(const float* x, int group, float top, Code*
   if (*scale == 0.0f) {
     std::memset(codes, 0, sizeof(Code) * static_cast<std::size_t>(group));
     return 0;
+  }
+  if constexpr (C::kFolds) {
+    if (*scale >= kLeastBlockScale && *scale <= kMostBlockScale) {
+      return quantize_without_division<C>(x, group, *scale, codes);
+    }
   }
   const F s = C::set1(*scale), high = C::set1(top), low = C::set1(-top);
   I sum = C::zero_i();
@@ -107,14 +129,14 @@ LLMCTL_INLINE void drop_codes_without_scale(const Form& form, long at, Code* cod
   if (form.wide != nullptr) form.high[at] = 0;
 }
 
+// Groups [begin, end) of a row, one by one.
 template <class Isa, class Code>
-LLMCTL_INLINE void quantize_row(const Act& act, const Form& form, long row) {
+LLMCTL_INLINE void quantize_groups(const Act& act, const Form& form, long row, int begin, int end) {
   const float* x = act.row(row);
-  const int groups = act.k / form.group;
   Code* codes = static_cast<Code*>(form.codes) + row * act.k;
   alignas(32) float gathered[kMaxOrderedGroup];
-  for (int g = 0; g < groups; ++g) {
-    const long at = static_cast<long>(g) * form.group;
+  for (int g = begin; g < end; ++g) {
+    const long at = static_cast<long>(g) * form.group, i = row * (act.k / form.group) + g;
     const float* from = x + at;
     if (form.order != nullptr) {
       for (int j = 0; j < form.group; ++j) gathered[j] = x[form.order[at + j]];
@@ -122,16 +144,46 @@ LLMCTL_INLINE void quantize_row(const Act& act, const Form& form, long row) {
     }
     if constexpr (sizeof(Code) == 1) {
       if (form.wide != nullptr && form.wide[g] != kNoQuad) {
-        const long i = row * groups + g;
         form.sums[i] = quantize_wide_group<Isa>(from, form.group, form.wide[g], codes + at, form.scales + i, form.high + i);
         drop_codes_without_scale(form, i, codes + at);
         continue;
       }
     }
-    form.sums[row * groups + g] =
-        quantize_group<Isa, Code>(from, form.group, top_code(form.kind), codes + at, form.scales + row * groups + g);
-    drop_codes_without_scale(form, row * groups + g, codes + at);
+    form.sums[i] = quantize_group<Isa, Code>(from, form.group, top_code(form.kind), codes + at, form.scales + i);
+    drop_codes_without_scale(form, i, codes + at);
   }
+}
+
+// The same of a whole row, in blocks.
+template <class Isa, class Code>
+LLMCTL_INLINE void quantize_in_blocks(const Act& act, const Form& form, long row) {
+  using C = typename Isa::Columns;
+  const int groups = act.k / form.group;
+  const float top = top_code(form.kind);
+  const bool is_wide = sizeof(Code) == 1 && form.wide != nullptr;
+  Code* codes = static_cast<Code*>(form.codes) + row * act.k;
+  auto run = form.group == 32 ? quantize_block<C, Code, false, 32> : quantize_block<C, Code, false, 0>;
+  if constexpr (sizeof(Code) == 1) {
+    if (is_wide) run = form.group == 32 ? quantize_block<C, Code, true, 32> : quantize_block<C, Code, true, 0>;
+  }
+  for (int first = 0; first < groups; first += kBlockGroups) {
+    const int count = least(kBlockGroups, groups - first);
+    const long at = static_cast<long>(first) * form.group, i = row * groups + first;
+    const bool done = run(act.row(row) + at, form.group, count, top, is_wide ? form.wide + first : nullptr, codes + at,
+                          form.scales + i, form.sums + i, is_wide ? form.high + i : nullptr);
+    if (!done) quantize_groups<Isa, Code>(act, form, row, first, first + count);
+  }
+}
+
+template <class Isa, class Code>
+LLMCTL_INLINE void quantize_row(const Act& act, const Form& form, long row) {
+  if constexpr (Isa::Columns::kFolds) {
+    if (form.order == nullptr && form.group % Isa::Columns::kWidth == 0) {
+      quantize_in_blocks<Isa, Code>(act, form, row);
+      return;
+    }
+  }
+  quantize_groups<Isa, Code>(act, form, row, 0, act.k / form.group);
 }
 
 // Every form of a row whose values are complete.

@@ -33,6 +33,8 @@ namespace llmctl::cpu {
 
 constexpr int kLanes = 8;
 
+enum class Fold { largest, sum };  // what becomes of two lanes where vectors are folded
+
 LLMCTL_INLINE constexpr int least(int a, int b) { return a < b ? a : b; }
 LLMCTL_INLINE constexpr int most(int a, int b) { return a > b ? a : b; }
 
@@ -198,6 +200,8 @@ struct Avx2 {
 
   // ---- integer dot products over 8 columns
   static constexpr bool kLongSums = false;  // whether a Sum4 is as good as an I for any number of k
+  static constexpr bool kFused = true;      // whether fma rounds once
+  static constexpr bool kFolds = false;     // whether vectors can be folded to one
   static constexpr bool kScreens = false;   // whether dot4 has codes of int8
   using Codes4 = __m256i;  // 8 columns x 4 consecutive k, one byte each
   using Sum4 = __m256i;    // running sum of int4 products: int16 pairs, good for 32 k (16 x 15 x 127 = 30480)
@@ -403,6 +407,8 @@ struct Generic {
   };
   using Sum4 = I;
   static constexpr bool kLongSums = true;
+  static constexpr bool kFused = false;
+  static constexpr bool kFolds = false;
   static constexpr bool kScreens = false;
   struct X4 {
     I k[4];

@@ -27,6 +27,10 @@ struct Avx512 : Avx2 {
     LLMCTL_INLINE F broadcast(const float* p) { return _mm512_set1_ps(*p); }
     LLMCTL_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
     LLMCTL_INLINE void store(float* p, F v) { _mm512_storeu_ps(p, v); }
+    // Past the caches, to whole cache lines; end_stream() before others may read them.
+    LLMCTL_INLINE void stream(float* p, F v) { _mm512_stream_ps(p, v); }
+    LLMCTL_INLINE void end_stream() { _mm_sfence(); }
+    LLMCTL_INLINE void store_i(int32_t* p, I v) { _mm512_storeu_si512(p, v); }
     LLMCTL_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
     LLMCTL_INLINE F sub(F a, F b) { return _mm512_sub_ps(a, b); }
     LLMCTL_INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
@@ -73,8 +77,63 @@ struct Avx512 : Avx2 {
     LLMCTL_INLINE I shift_left(I a) {
       return _mm512_slli_epi32(a, kBits);
     }
+    template <int kBits>
+    LLMCTL_INLINE I shift_right(I a) {
+      return _mm512_srli_epi32(a, kBits);
+    }
     LLMCTL_INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }
     LLMCTL_INLINE I to_int(F a) { return _mm512_cvtps_epi32(a); }
+
+    template <Fold kFold>
+    LLMCTL_INLINE I fold_two(I a, I b) {
+      return kFold == Fold::sum ? add_i(a, b) : max_i(a, b);
+    }
+    // Lane 4 l + j is the sum, or the largest, of the four lanes in 128 bits l of vector j.
+    template <Fold kFold>
+    LLMCTL_INLINE I fold_quads(const I (&v)[4]) {
+      const I a = fold_two<kFold>(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
+      const I b = fold_two<kFold>(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
+      return fold_two<kFold>(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+    }
+    // Lane 4 i + j is that of the four lanes j of the 128-bit parts of vector i.
+    template <Fold kFold>
+    LLMCTL_INLINE I fold_folded(const I (&v)[4]) {
+      const I a = fold_two<kFold>(_mm512_shuffle_i32x4(v[0], v[1], 0x88), _mm512_shuffle_i32x4(v[0], v[1], 0xDD));
+      const I b = fold_two<kFold>(_mm512_shuffle_i32x4(v[2], v[3], 0x88), _mm512_shuffle_i32x4(v[2], v[3], 0xDD));
+      return fold_two<kFold>(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xDD));
+    }
+    LLMCTL_INLINE F load_quads(const float* const (&p)[4]) {
+      __m512 v = _mm512_castps128_ps512(_mm_loadu_ps(p[0]));
+      v = _mm512_insertf32x4(v, _mm_loadu_ps(p[1]), 1);
+      v = _mm512_insertf32x4(v, _mm_loadu_ps(p[2]), 2);
+      return _mm512_insertf32x4(v, _mm_loadu_ps(p[3]), 3);
+    }
+    template <int kLane>
+    LLMCTL_INLINE F repeat_in_quads(F v) {  // in each 128 bits their lane
+      return _mm512_permute_ps(v, 0x55 * kLane);
+    }
+    LLMCTL_INLINE I bytes_of_quads(const I (&v)[4]) {  // dword 4 l + j: the 128 bits l of vector j, saturated
+      return _mm512_packs_epi16(_mm512_packs_epi32(v[0], v[1]), _mm512_packs_epi32(v[2], v[3]));
+    }
+    LLMCTL_INLINE I without_quad(I v, int quad) {  // lanes 4 quad to 4 quad + 3 are 0; none if there are no such
+      const unsigned gone = static_cast<unsigned>(quad) < 4 ? 0xFu << 4 * quad : 0u;
+      return _mm512_maskz_mov_epi32(static_cast<__mmask16>(~gone), v);
+    }
+    LLMCTL_INLINE F greater_or_nan(F a, F b) {  // a if it is greater than b or NaN
+      const __mmask16 greater = _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) | _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+      return _mm512_mask_blend_ps(greater, b, a);
+    }
+    LLMCTL_INLINE bool are_between(F v, float low, float high, int lanes) {
+      const __mmask16 some = static_cast<__mmask16>((1u << lanes) - 1);
+      const __mmask16 in = _mm512_mask_cmp_ps_mask(some, v, _mm512_set1_ps(low), _CMP_GE_OQ);
+      return _mm512_mask_cmp_ps_mask(in, v, _mm512_set1_ps(high), _CMP_LE_OQ) == some;
+    }
+    LLMCTL_INLINE void store_first(float* p, F v, int lanes) {
+      _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << lanes) - 1), v);
+    }
+    LLMCTL_INLINE void store_first_i(int32_t* p, I v, int lanes) {
+      _mm512_mask_storeu_epi32(p, static_cast<__mmask16>((1u << lanes) - 1), v);
+    }
 
     // Pairs (column j, column j + 8): the lower 8 lanes take the first of each, the upper 8 the second.
     LLMCTL_INLINE void load_bf16_pairs(const uint16_t* p, F (&v)[1]) {
@@ -88,6 +147,8 @@ struct Avx512 : Avx2 {
     using Sum4 = __m512i;
     using X4 = __m512i;
     static constexpr bool kLongSums = true;
+    static constexpr bool kFused = true;
+    static constexpr bool kFolds = true;
     static constexpr bool kScreens = true;
     LLMCTL_INLINE void load_codes4(const uint8_t* p, Codes4& low, Codes4& high) {
       const __m512i bytes = _mm512_loadu_si512(p);
