@@ -187,10 +187,9 @@ LLMCTL_INLINE void store_bytes(const RopeStoreArgs& a, const float* k, const flo
   }
 }
 
-// Codes of one head's K or V: code d goes to codes[d / 2 * pair_stride + d % 2 * step]; returns its scale.
-template <class Isa>
-LLMCTL_INLINE uint16_t store_int16(const float* x, int head_dim, float top, int16_t* codes, long pair_stride,
-                                   long step) {
+// Calls put(d, codes) for each 8 codes of one head's K or V from d on; returns its scale.
+template <class Isa, class Put>
+LLMCTL_INLINE uint16_t int16_codes(const float* x, int head_dim, float top, const Put& put) {
   using F = typename Isa::F;
   const uint16_t scale = scale_of<Isa>(x, head_dim, top);
   const F s = Isa::set1(bits_as<float>(uint32_t{scale} << 16)), high = Isa::set1(top), low = Isa::set1(-top);
@@ -198,7 +197,7 @@ LLMCTL_INLINE uint16_t store_int16(const float* x, int head_dim, float top, int1
     int16_t eight[kLanes];
     const F code = Isa::div(nan_to_zero<Isa>(Isa::load(x + d)), s);
     Isa::store_i16(eight, Isa::to_int(Isa::max(low, Isa::min(high, code))));
-    for (int i = 0; i < kLanes; ++i) codes[(d + i) / 2 * pair_stride + (d + i) % 2 * step] = eight[i];
+    put(d, eight);
   }
   return scale;
 }
@@ -207,11 +206,18 @@ template <class Isa>
 LLMCTL_INLINE void store_pairs(const Kv& kv, const float* k, const float* v, long block, int kv_head, int offset) {
   constexpr uint16_t kBf16Nan = 0x7FC0;
   const KvHalf keys = half_of(kv, block, kv_head, 0), values = half_of(kv, block, kv_head, 1);
-  int16_t* column_of_k = reinterpret_cast<int16_t*>(keys.values) + 2 * offset;
-  int16_t* row_of_v =
+  const long pair = 2L * kv.block_size;  // from one pair of dimensions of K to the next
+  int16_t* k_codes = reinterpret_cast<int16_t*>(keys.values) + 2 * offset;
+  int16_t* v_codes =
       reinterpret_cast<int16_t*>(values.values) + static_cast<long>(offset / 2) * 2 * kv.head_dim + offset % 2;
-  keys.scales[offset] = store_int16<Isa>(k, kv.head_dim, KvInt16::kKeyTop, column_of_k, 2L * kv.block_size, 1);
-  values.scales[offset] = store_int16<Isa>(v, kv.head_dim, KvInt16::kValueTop, row_of_v, 4, 2);
+  keys.scales[offset] = int16_codes<Isa>(k, kv.head_dim, KvInt16::kKeyTop, [&](int d, const int16_t* codes) {
+    LLMCTL_UNROLL
+    for (int i = 0; i < kLanes / 2; ++i) std::memcpy(k_codes + (d / 2 + i) * pair, codes + 2 * i, 2 * sizeof(int16_t));
+  });
+  values.scales[offset] = int16_codes<Isa>(v, kv.head_dim, KvInt16::kValueTop, [&](int d, const int16_t* codes) {
+    LLMCTL_UNROLL
+    for (int i = 0; i < kLanes; ++i) v_codes[2 * (d + i)] = codes[i];
+  });
   if (has_nan<Isa>(k, kv.head_dim) || has_nan<Isa>(v, kv.head_dim)) keys.scales[offset] = kBf16Nan;
 }
 
