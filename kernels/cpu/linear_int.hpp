@@ -11,6 +11,14 @@
 
 namespace llmctl::cpu {
 
+// Scaling a group of 32 is spared a conversion: sums start at bits that are, read as a float, 1.5 * 2^23, and are then that
+// much larger. Sums are below 2^22, so that is exact, and so is taking it off again from a product with a scale, which is
+// finite and has 11 bits: one fma rounds as one product does.
+constexpr float kSumBias = 12582912.0f;
+constexpr int32_t kSumBiasBits = 0x4B400000;
+template <class C, WeightKind kKind>
+constexpr bool is_biased = C::kFused && kKind == WeightKind::int4;
+
 // Of a vector among those of some panels side by side: its place, where each has `bytes` of a panel's row and the next
 // panel is `next` away.
 template <class C>
@@ -53,7 +61,7 @@ struct RowFacts {
   const int32_t* high() const { return at + 2 * kRows; }
   void next() { at += 3 * kRows; }
 
-  LLMCTL_INLINE void gather(const Form& form, long row, long groups, int times, int32_t* __restrict to) {
+  LLMCTL_INLINE void gather(const Form& form, long row, long groups, int times, int plus, int32_t* __restrict to) {
     const int32_t* scales = reinterpret_cast<const int32_t*>(form.scales) + row * groups;
     const int32_t* sums = form.sums + row * groups;
     const int32_t* high = form.wide != nullptr ? form.high + row * groups : sums;
@@ -61,7 +69,7 @@ struct RowFacts {
       LLMCTL_UNROLL
       for (int i = 0; i < kRows; ++i) {
         to[i] = scales[i * groups + g];
-        to[kRows + i] = times * sums[i * groups + g];
+        to[kRows + i] = times * sums[i * groups + g] + plus;
         to[2 * kRows + i] = high[i * groups + g];
       }
     }
@@ -82,7 +90,7 @@ struct RowFacts<1> {
   const int32_t* high() const { return highs; }
   void next() { ++scales, ++sums, ++highs; }
 
-  LLMCTL_INLINE void gather(const Form&, long, long, int, int32_t*) {}
+  LLMCTL_INLINE void gather(const Form&, long, long, int, int, int32_t*) {}
   LLMCTL_INLINE RowFacts gathered(const Form& form, long row, long groups, const int32_t*) {
     return {form.scales + row * groups, form.sums + row * groups, form.high + row * groups};
   }
@@ -158,6 +166,7 @@ LLMCTL_NOINLINE void tile_int4(const uint8_t* __restrict w, long next, Ahead ahe
   using F = typename C::F;
   using I = typename C::I;
   constexpr int kVectors = kPanels * kPanel / C::kWidth;
+  constexpr bool kBiased = kOneBlock && is_biased<C, kKind>;
   F acc[kRows][kVectors];
   LLMCTL_UNROLL
   for (int i = 0; i < kRows; ++i) {
@@ -173,6 +182,7 @@ LLMCTL_NOINLINE void tile_int4(const uint8_t* __restrict w, long next, Ahead ahe
       I start = C::zero_i();
       if constexpr (kKind == WeightKind::int4) {
         const I sum = C::set1_i(facts.sum(i));
+        if constexpr (kBiased) start = C::set1_i(kSumBiasBits);
         start = facts.kMultiplied ? sum : C::sub_i(start, C::template shift_left<3>(sum));
       }
       LLMCTL_UNROLL
@@ -201,8 +211,12 @@ LLMCTL_NOINLINE void tile_int4(const uint8_t* __restrict w, long next, Ahead ahe
       w += 256;
       x += 32;
     }
-    F scale[kVectors], zero[kVectors];
+    F scale[kVectors], zero[kVectors], unbias[kVectors];
     load_halves<C, kVectors>(scales, next, scale);
+    if constexpr (kBiased) {
+      LLMCTL_UNROLL
+      for (int v = 0; v < kVectors; ++v) unbias[v] = C::mul(scale[v], C::set1(-kSumBias));
+    }
     if constexpr (kKind != WeightKind::int4) load_halves<C, kVectors>(scales + 2 * kPanel, next, zero);
     LLMCTL_UNROLL
     for (int i = 0; i < kRows; ++i) {
@@ -213,11 +227,14 @@ LLMCTL_NOINLINE void tile_int4(const uint8_t* __restrict w, long next, Ahead ahe
         if constexpr (kKind == WeightKind::int4_int) {
           t = C::sub_i(t, C::mul_i(C::to_int(zero[v]), C::set1_i(facts.sum(i))));
         }
-        F value = C::to_float(t);
-        if constexpr (kKind == WeightKind::int4_min) {
+        F value;
+        if constexpr (kBiased) {
+          value = C::fma(C::bits_f(t), scale[v], unbias[v]);
+        } else if constexpr (kKind == WeightKind::int4_min) {
+          value = C::to_float(t);
           value = C::fma(value, scale[v], C::mul(C::to_float(C::set1_i(facts.sum(i))), zero[v]));
         } else {
-          value = C::mul(value, scale[v]);
+          value = C::mul(C::to_float(t), scale[v]);
         }
         acc[i][v] = C::fma(value, xs, acc[i][v]);
       }
@@ -238,13 +255,14 @@ struct Int4Tile {
   static constexpr int kMaxRows = C::kIntRows, kPanels = C::kIntPanels, kStreams = C::kIntStreams, kStep = 8;
   static constexpr int kTogether = (16 + kMaxRows - 1) / kMaxRows;
   static constexpr int kTimes = kKind == WeightKind::int4 ? -8 : 1;
+  static constexpr int kBiasOf32 = is_biased<C, kKind> ? kSumBiasBits : 0;
 
   static long groups(const LinearArgs& a) { return a.act.k / a.form.group; }
   static long room_for_row(const LinearArgs& a) { return 3 * groups(a); }
 
   template <int kRows>
   LLMCTL_INLINE void prepare(const LinearArgs& a, long row, int32_t* room) {
-    RowFacts<kRows>::gather(a.form, row, groups(a), kTimes, room);
+    RowFacts<kRows>::gather(a.form, row, groups(a), kTimes, a.form.group == 32 ? kBiasOf32 : 0, room);
   }
 
   template <int kRows, int kPanels>

@@ -7,8 +7,8 @@
 // A wide quad is two quads more, for its products are 16 times a code: each has 8 times the code, and the high part of
 // the activations once.
 //
-// Of a group of 32, scaling takes more time than the products do, and beside tiles the vector unit has half its speed.
-// There it is spared a conversion: sums that start at the bits of 1.5 * 2^23 are, read as floats, that much larger.
+// Of a group of 32, scaling takes more time than the products do, and beside tiles the vector unit has half its speed: there
+// all kinds without minima have sums that need no conversion (kSumBias).
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,6 @@
 namespace llmctl::cpu {
 
 constexpr int kTileHeight = 16, kWideQuads = 2, kWideBytes = 4 * kWideQuads;
-constexpr float kSumBias = 12582912.0f;  // 1.5 * 2^23: plus any sum below 2^22 it is exact
 constexpr int kMostBiasedGroup = 1024;   // codes of 16 x 127, and four wide ones of 16 times that: their sum is smaller
 
 // How a group lies in tiles: `steps` products of `step_bytes` a row, then one of its wide quad's two. A group of 32 is
@@ -265,14 +264,31 @@ static uint8_t* tile_room(long bytes) {
 }
 
 // Laying out rows pays with many panels, whatever their bytes: they are asked for ahead of their use.
-constexpr LinearChunk kTilesChunk{64, 32, 32, 0};
+constexpr LinearChunk kTilesChunk{128, 96, 96, 0};
 
 // Whether rows are enough to pay for unpacking a panel, and leave little of the tiles empty: one that is nearly full, or
 // more of them that are more than half. Groups of 32, which gain least, want full ones.
 LLMCTL_INLINE bool are_enough_for_tiles(int rows, int group) {
   const int room = (rows + kTileHeight - 1) / kTileHeight * kTileHeight;
-  if (group == 32) return rows > 0 && 10 * rows >= 9 * room;
+  if (group == 32) return rows > kTileHeight && 10 * rows >= 9 * room;
   return rows >= 22 || (rows >= 14 && rows <= kTileHeight);
+}
+
+// Outputs that no cache of a core has room for are written past it: reading them first, only to write them, would take as
+// much time again, and weights stay there.
+LLMCTL_INLINE bool are_streamed(const LinearArgs& a) {
+  constexpr long kMostBytes = 2L << 20;
+  const long rows = a.batch.counts[a.logit_rows_only ? kLogitRows : kRows];
+  const bool aligned = reinterpret_cast<std::uintptr_t>(a.out.data) % 64 == 0 && a.out.stride % kPanel == 0;
+  return aligned && !a.add && rows * a.out.stride * static_cast<long>(sizeof(float)) > kMostBytes;
+}
+
+// As finish_tile, to memory.
+template <class C>
+LLMCTL_NOINLINE void stream_tile(const LinearArgs& a, const float* sums, int rows, int row, int panel) {
+  const long column = static_cast<long>(panel) * kPanel;
+  const auto bias = a.bias != nullptr ? C::load(a.bias + column) : C::zero();
+  for (int i = 0; i < rows; ++i) C::stream(a.out.row(row + i) + column, C::add(C::load(sums + i * kPanel), bias));
 }
 
 // Panels by rows in tiles: rows laid out a span of groups at a time, and of these a block of two panels and of every tile
@@ -282,11 +298,12 @@ template <class Isa, WeightKind kKind, int kStepBytes, bool kBiased>
 LLMCTL_NOINLINE bool run_in_tiles(const LinearArgs& a, const GroupTiles& shape, Range panels, Range rows, int act_row) {
   using C = typename Isa::Columns;
   constexpr long kMostBytes = 768 << 10;  // of rows in tiles at a time: they stay in L2
-  constexpr long kBlockBytes = 8 << 10;   // of a tile in a block of groups: it stays in L1, beside that of two panels
+  constexpr long kBlockBytes = 10 << 10;  // of a tile in a block of groups: it stays in L1, beside that of two panels
   constexpr int kPair = 2;                // panels that share what is in L1 of the rows
   constexpr long kSums = kTileHeight * kPanel;
   const int all = rows.end - rows.begin, tiles = (all + kTileHeight - 1) / kTileHeight;
   const int height = all / tiles, taller = all % tiles;
+  const bool streams = are_streamed(a);
   const auto part_of = [](long n, long most) {  // one of the fewest even parts
     const long parts = (n + most - 1) / most;
     return (n + parts - 1) / parts;
@@ -339,7 +356,7 @@ LLMCTL_NOINLINE bool run_in_tiles(const LinearArgs& a, const GroupTiles& shape, 
               const uint8_t* from = ahead.at + p * a.weight.panel_bytes;
               for (long at = 0; at < ahead.pace; at += 64) C::prefetch_to_l2(from + at);
             }
-            if (is_last) {
+            if (is_last && !streams) {
               const long column = static_cast<long>(panel + p) * kPanel;
               for (int i = 0; i < high; ++i) __builtin_prefetch(a.out.row(row + i) + column, 1);
             }
@@ -351,11 +368,18 @@ LLMCTL_NOINLINE bool run_in_tiles(const LinearArgs& a, const GroupTiles& shape, 
       }
       if (span_end == groups) {
         each_tile([&](int t, int row, int high, const uint8_t*) {
-          for (int p = 0; p < pair; ++p) finish_tile<Isa>(a, at_sums(t, p), high, row, panel + p);
+          for (int p = 0; p < pair; ++p) {
+            if (streams) {
+              stream_tile<C>(a, at_sums(t, p), high, row, panel + p);
+            } else {
+              finish_tile<Isa>(a, at_sums(t, p), high, row, panel + p);
+            }
+          }
         });
       }
     }
   }
+  if (streams) C::end_stream();
   tiles_off();
   return true;
 }

@@ -151,7 +151,7 @@ struct ScreenTile {
 
   template <int kRows>
   LLMCTL_INLINE void prepare(const ScreenArgs& a, long row, int32_t* room) {
-    RowFacts<kRows>::gather(a.form, row, groups(a), -128, room);
+    RowFacts<kRows>::gather(a.form, row, groups(a), -128, 0, room);
   }
 
   template <int kRows, int kPanels>

@@ -154,23 +154,27 @@ class NormAddStage final : public Stage {
 template <class Args>
 void spread_linear(const Share& share, const Args& args, int rows, const LinearChunk& chunk_of,
                    void (*kernel)(const Args&, int, int, int, int, int)) {
-  constexpr int kDynamicRows = 17, kChunksPerThread = 4;
+  constexpr int kDynamicRows = 17, kChunksPerThread = 4, kLeastTall = 64, kFairPanels = 40;
   const int panels = args.weight.panels, act_row = share.act_row(args.act);
   if (rows < kDynamicRows) {
     const Range own = share.cut(panels);
     kernel(args, own.begin, own.end, 0, rows, act_row);
     return;
   }
-  const int row_chunks = (rows + chunk_of.rows - 1) / chunk_of.rows;
+  int tall = chunk_of.rows, row_chunks = 0, fair = 0;
+  for (;; tall /= 2) {  // where so tall ones would leave a thread few panels, more of them
+    row_chunks = (rows + tall - 1) / tall;
+    fair = std::max(1, panels * row_chunks / (kChunksPerThread * share.threads));
+    if (tall <= kLeastTall || fair >= kFairPanels) break;
+  }
   const int most = std::clamp(chunk_of.bytes / static_cast<int>(args.weight.panel_bytes), chunk_of.min_panels,
                               chunk_of.max_panels);
-  const int fair = std::max(1, panels * row_chunks / (kChunksPerThread * share.threads));
   const int about = (panels + std::min(most, fair) - 1) / std::min(most, fair);
   const int panel_chunk = (panels + 2 * about - 1) / (2 * about) * 2;  // even, as tiles read two at once
   const int chunks = row_chunks * ((panels + panel_chunk - 1) / panel_chunk);
   for (int chunk; (chunk = share.take()) < chunks;) {
-    const int row = chunk % row_chunks * chunk_of.rows, panel = chunk / row_chunks * panel_chunk;
-    kernel(args, panel, std::min(panel + panel_chunk, panels), row, std::min(row + chunk_of.rows, rows), act_row);
+    const int row = chunk % row_chunks * tall, panel = chunk / row_chunks * panel_chunk;
+    kernel(args, panel, std::min(panel + panel_chunk, panels), row, std::min(row + tall, rows), act_row);
   }
 }
 

@@ -15,9 +15,10 @@ from llmctl.kernels.device import read_machine
 from llmctl.kernels.entry import Entry
 from llmctl.kernels.errors import UsageError
 from llmctl.kernels.formats import parse_weight_format
-from llmctl.kernels.ops import ActMulArgs
+from llmctl.kernels.ops import CACHE_LINE, ActMulArgs, make_act, make_rows
 
-from .cases import MAX_ROWS, Case, all_cases, linear_case
+from . import cases
+from .cases import MAX_ROWS, Case, act_mul_case, all_cases, linear_case
 
 HEIGHTS = [
     linear_case(parse_weight_format(name), rows, 33, 192)
@@ -56,6 +57,9 @@ TILED = [
     *(linear_case(parse_weight_format(name), 40, 33, 2048) for name in ("int4g2048", "int4g2048int", "int4g2048min")),
     *(linear_case(parse_weight_format(f"int4g{k}"), 40, 33, k, wide=wide) for k in (96, 320) for wide in (False, True)),
     linear_case(parse_weight_format("int4g128min"), 40, 33, 8192, ordered=True),
+    # Outputs that are written past the caches.
+    linear_case(parse_weight_format("int4g64"), 40, 13121, 64, wide=True),
+    linear_case(parse_weight_format("int4g32"), 32, 16401, 64, bias=True),
 ]
 
 
@@ -64,6 +68,64 @@ def test_tile_registers_have_the_bits_of_avx512(case: Case) -> None:
     if "amx" not in _cpu.isas():
         pytest.skip("no AMX here")
     assert bits_on("amx", case) == bits_on("avx512", case)
+
+
+@pytest.mark.parametrize("name", ["int4g32", "int4g64min"])
+@pytest.mark.parametrize(("rows", "n"), [(130, 1280), (130, 2560), (128, 2560)])
+def test_tall_chunks_have_the_bits_of_avx512(name: str, rows: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "amx" not in _cpu.isas():
+        pytest.skip("no AMX here")
+    monkeypatch.setattr(cases, "MAX_ROWS", rows)
+    case = linear_case(parse_weight_format(name), rows, n, 192, wide=True)
+    assert bits_on("amx", case) == bits_on("avx512", case)
+
+
+# Groups that fill blocks, that leave some of a block empty, and of forms of every size.
+WIDTHS = (16, 32, 96, 512, 544, 576, 1056, 1280)
+
+
+@pytest.mark.parametrize("k", WIDTHS)
+def test_activations_have_the_same_forms_on_avx512_as_on_avx2(k: int) -> None:
+    if "avx512" not in _cpu.isas():
+        pytest.skip("no AVX-512 here")
+    case = act_mul_case(7, k, "silu")
+    assert bits_on("avx512", case) == bits_on("avx2", case)
+
+
+@pytest.mark.parametrize("k", WIDTHS)
+@pytest.mark.parametrize("seed", range(3))
+def test_groups_of_any_size_have_the_same_forms_on_avx512_as_on_avx2(k: int, seed: int) -> None:
+    if "avx512" not in _cpu.isas():
+        pytest.skip("no AVX-512 here")
+    rng = np.random.default_rng(seed)
+    group = 16
+    size = 10.0 ** rng.integers(-44, 39, (MAX_ROWS, k // group))
+    near_one = rng.random(size.shape) < 0.7  # else no block of 16 groups would be of numbers that all are ordinary
+    size[near_one] = 10.0 ** rng.integers(-3, 3, near_one.sum())
+    size[rng.random(size.shape) < 0.02] = 0
+    size[rng.random(size.shape) < 0.01] = np.nan
+    size[rng.random(size.shape) < 0.01] = np.inf
+    ties = (rng.integers(-254, 255, (MAX_ROWS, k)) + 0.5 * rng.integers(0, 2, (MAX_ROWS, k))) / 127
+    with np.errstate(over="ignore", invalid="ignore"):
+        up = (ties * np.repeat(size, group, axis=1)).astype(np.float32)
+    args = {}
+    for isa in ("avx2", "avx512"):
+        args[isa] = act_mul_case(MAX_ROWS, k, "silu").make()
+        args[isa].gate[:] = 100  # silu leaves it as it is
+        args[isa].up[:, :k] = up
+        for op in entry_on(isa, "act_mul").build(args[isa]):
+            op.run()
+    found, expected = (act_mul_case(MAX_ROWS, k, "silu").outputs(args[isa]) for isa in ("avx512", "avx2"))
+    for name, values in expected.items():
+        assert found[name].tobytes() == values.tobytes(), name
+
+
+def test_row_buffers_begin_with_a_cache_line() -> None:
+    act = make_act(576, 7, 2, [parse_weight_format("int4g32"), parse_weight_format("int8g64")])
+    arrays = [make_rows(100, 3), act.values]
+    for form in act.forms:
+        arrays += [array for array in (form.codes, form.scales, form.sums, form.high) if array is not None]
+    assert [array.ctypes.data % CACHE_LINE for array in arrays] == [0] * len(arrays)
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
