@@ -71,6 +71,13 @@ LLMCTL_NOINLINE void coarse_rows(const ScreenArgs& a, int rows, int row_begin, i
   }
 }
 
+// A line of each panel.
+template <class C, int kPanels>
+LLMCTL_INLINE void ask_ahead(const uint8_t* w, long next) {
+  Ahead ahead{w + Ahead::kBytes, 0};
+  ask_for<C, kPanels>(ahead, next);
+}
+
 // What outputs are about, and how far off they are at most.
 template <class C, int kRows, int kPanels>
 LLMCTL_NOINLINE void tile_coarse(const uint8_t* __restrict w, long next, const int8_t* __restrict x,
@@ -95,10 +102,10 @@ LLMCTL_NOINLINE void tile_coarse(const uint8_t* __restrict w, long next, const i
     }
 #pragma GCC unroll 1
     for (int block = 0; block < blocks; ++block, w += 320) {
-      if constexpr (kPanels == 1) C::prefetch(w + Ahead::kBytes);
+      ask_ahead<C, kPanels>(w, next);
 #pragma GCC unroll 4
       for (int step = 0; step < 4; ++step, x += 16 * kRows) {
-        if constexpr (kPanels == 1) C::prefetch(w + Ahead::kBytes + 64 + 64 * step);
+        ask_ahead<C, kPanels>(w + 64 + 64 * step, next);
         typename C::Codes4 codes[kPanels][2];
         LLMCTL_UNROLL
         for (int p = 0; p < kPanels; ++p) {

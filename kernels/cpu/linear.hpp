@@ -21,6 +21,20 @@ struct Ahead {
   long pace;
 };
 
+// As much of each panel as a step of a tile asks for: what only a later tile reads is kept out of L1.
+template <class C, int kPanels>
+LLMCTL_INLINE void ask_for(Ahead& ahead, long next) {
+  LLMCTL_UNROLL
+  for (int p = 0; p < kPanels; ++p) {
+    if constexpr (kPanels > 1) {
+      C::prefetch_to_l2(ahead.at + p * next);
+    } else {
+      C::prefetch(ahead.at);
+    }
+  }
+  ahead.at += ahead.pace;
+}
+
 // Adds bias and output where they are asked for, and stores.
 template <class Isa>
 LLMCTL_NOINLINE void finish_tile(const LinearArgs& a, const float* sums, int rows, int row, int panel) {
@@ -103,14 +117,16 @@ LLMCTL_INLINE void with_height(int count, const Visit& visit) {
   }
 }
 
-// One row has no work but to wait for memory, which gives most to a few streams far apart that it may read ahead of by
-// itself: that many parts of the panels are read side by side. Returns the first panel that is left.
+// One row has no work but to wait for memory, which gives most to a few streams far apart: that many parts of the panels
+// are read side by side, each asked for ahead. Returns the first panel that is left.
 template <class Isa, class Tile, int kStreams = Tile::kStreams>
 LLMCTL_INLINE int run_streams(const typename Tile::Args& a, TileRows row, int panel_begin, int panel_end) {
   const int apart = (panel_end - panel_begin) / kStreams;
   row.apart = apart;
-  row.ahead = {a.weight.panel(panel_begin), 0};
-  for (int panel = panel_begin; panel < panel_begin + apart; ++panel) run_tile<Isa, Tile, 1, kStreams>(a, row, panel);
+  for (int panel = panel_begin; panel < panel_begin + apart; ++panel) {
+    row.ahead = ahead_of<Tile, kStreams>(a, panel, true, 0, 0, 1);
+    run_tile<Isa, Tile, 1, kStreams>(a, row, panel);
+  }
   const int left = panel_begin + apart * kStreams;
   if constexpr (kStreams <= 2) {
     return left;

@@ -44,8 +44,7 @@ LLMCTL_NOINLINE void tile_float(const uint8_t* __restrict w, long next, Ahead ah
     F columns[kPanels][kAcross];
     LLMCTL_UNROLL
     for (int p = 0; p < kPanels; ++p) load_columns<C, kKind>(w + p * next, columns[p]);
-    C::prefetch(ahead.at);
-    ahead.at += ahead.pace;
+    ask_for<C, kPanels>(ahead, next);
     w += kFloatRowBytes<kKind>;
     LLMCTL_UNROLL
     for (int i = 0; i < kRows; ++i) {

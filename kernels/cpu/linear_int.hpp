@@ -35,20 +35,6 @@ LLMCTL_INLINE void load_halves(const uint8_t* w, long next, typename C::F (&v)[k
   }
 }
 
-// As much of each panel as a step of a tile asks for: what only a later tile reads is kept out of L1.
-template <class C, int kPanels>
-LLMCTL_INLINE void ask_for(Ahead& ahead, long next) {
-  LLMCTL_UNROLL
-  for (int p = 0; p < kPanels; ++p) {
-    if constexpr (kPanels > 1) {
-      C::prefetch_to_l2(ahead.at + p * next);
-    } else {
-      C::prefetch(ahead.at);
-    }
-  }
-  ahead.at += ahead.pace;
-}
-
 // What a tile needs of its rows besides their codes, group after group: scales, sums, multiplied already, and the high
 // parts of wide codes. Those of a group lie side by side: with a pointer for each row a tile runs out of registers.
 template <int kRows>
