@@ -58,7 +58,7 @@ struct Avx2 {
   using Columns = Avx2;
   static constexpr int kWidth = kLanes;
   static constexpr int kIntRows = 4, kIntPanels = 1, kFloatRows = 6;
-  static constexpr int kIntStreams = 2, kFloatStreams = 4;
+  static constexpr int kIntStreams = 2, kFloatStreams = 4, kFewStreams = 1;
 
   // ---- float32
   LLMCTL_INLINE F zero() { return _mm256_setzero_ps(); }
@@ -270,7 +270,7 @@ struct Generic {
   using Columns = Generic;
   static constexpr int kWidth = kLanes;
   static constexpr int kIntRows = 4, kIntPanels = 1, kFloatRows = 6;
-  static constexpr int kIntStreams = 2, kFloatStreams = 4;
+  static constexpr int kIntStreams = 2, kFloatStreams = 4, kFewStreams = 1;
 
   LLMCTL_INLINE F zero() { return F{}; }
   LLMCTL_INLINE F set1(float v) { return F{v, v, v, v, v, v, v, v}; }

@@ -20,7 +20,7 @@ struct Avx512 : Avx2 {
     using I = __m512i;
     static constexpr int kWidth = 16;
     static constexpr int kIntRows = 6, kIntPanels = 2, kFloatRows = 8;
-    static constexpr int kIntStreams = 8, kFloatStreams = 8;
+    static constexpr int kIntStreams = 8, kFloatStreams = 8, kFewStreams = 2;  // of one row, of a few
 
     LLMCTL_INLINE F zero() { return _mm512_setzero_ps(); }
     LLMCTL_INLINE F set1(float v) { return _mm512_set1_ps(v); }

@@ -117,27 +117,26 @@ LLMCTL_INLINE void with_height(int count, const Visit& visit) {
   }
 }
 
-// One row has no work but to wait for memory, which gives most to a few streams far apart: that many parts of the panels
-// are read side by side, each asked for ahead. Returns the first panel that is left.
-template <class Isa, class Tile, int kStreams = Tile::kStreams>
-LLMCTL_INLINE int run_streams(const typename Tile::Args& a, TileRows row, int panel_begin, int panel_end) {
-  const int apart = (panel_end - panel_begin) / kStreams;
-  row.apart = apart;
-  for (int panel = panel_begin; panel < panel_begin + apart; ++panel) {
-    row.ahead = ahead_of<Tile, kStreams>(a, panel, true, 0, 0, 1);
-    run_tile<Isa, Tile, 1, kStreams>(a, row, panel);
-  }
-  const int left = panel_begin + apart * kStreams;
-  if constexpr (kStreams <= 2) {
-    return left;
+// A few rows have little work but to wait for memory, which gives most to a few streams far apart: that many parts of
+// the panels are read side by side, each asked for ahead. Returns the first panel that is left.
+template <class Isa, class Tile, int kRows, int kStreams>
+LLMCTL_INLINE int run_streams(const typename Tile::Args& a, TileRows rows, int panel_begin, int panel_end) {
+  if constexpr (kStreams == 1) {
+    return panel_begin;
   } else {
-    return run_streams<Isa, Tile, kStreams / 2>(a, row, left, panel_end);
+    const int apart = (panel_end - panel_begin) / kStreams;
+    rows.apart = apart;
+    for (int panel = panel_begin; panel < panel_begin + apart; ++panel) {
+      rows.ahead = ahead_of<Tile, kStreams>(a, panel, true, 0, 0, 1);
+      run_tile<Isa, Tile, kRows, kStreams>(a, rows, panel);
+    }
+    return run_streams<Isa, Tile, kRows, kStreams / 2>(a, rows, panel_begin + apart * kStreams, panel_end);
   }
 }
 
 // Runs the tiles of the rows, the fewest and those of about one height, for each panel: a panel stays in L1 while the
-// rows pass by, of which Tile::kTogether tiles are prepared at a time. A few rows that are one tile wait for memory,
-// which likes one panel after the other; more wait for the loads of their values, which two panels share.
+// rows pass by, of which Tile::kTogether tiles are prepared at a time. More rows than one tile wait for the loads of their
+// values, which two panels share.
 template <class Isa, class Tile>
 LLMCTL_NOINLINE void linear(const typename Tile::Args& a, int panel_begin, int panel_end, int row_begin, int row_end,
                             int act_row) {
@@ -176,8 +175,12 @@ LLMCTL_NOINLINE void linear(const typename Tile::Args& a, int panel_begin, int p
       }
     };
     int panel = panel_begin;
-    if (rows == 1) panel = run_streams<Isa, Tile>(a, tile_at(first_row, first, first_row), panel, panel_end);
-    if (tiles > 1) {
+    if (tiles == 1) {
+      with_height<Tile::kMaxRows>(rows, [&]<int kRows>() {
+        constexpr int kStreams = kRows == 1 ? Tile::kStreams : kRows == 2 ? 2 * Tile::kFewStreams : Tile::kFewStreams;
+        panel = run_streams<Isa, Tile, kRows, kStreams>(a, tile_at(first_row, first, first_row), panel, panel_end);
+      });
+    } else {
       for (; panel + Tile::kPanels <= panel_end; panel += Tile::kPanels) {
         run_panels.template operator()<Tile::kPanels>(panel);
       }

@@ -63,7 +63,8 @@ LLMCTL_NOINLINE void tile_float(const uint8_t* __restrict w, long next, Ahead ah
 template <class Isa, WeightKind kKind>
 struct FloatTile : NothingPrepared {
   static constexpr int kMaxRows = Isa::Columns::kFloatRows;
-  static constexpr int kPanels = 1, kStreams = Isa::Columns::kFloatStreams, kStep = 1;
+  static constexpr int kPanels = 1, kStreams = Isa::Columns::kFloatStreams,
+                       kFewStreams = Isa::Columns::kFewStreams, kStep = 1;
   template <int kRows, int kPanels>
   LLMCTL_INLINE void run(const LinearArgs& a, int panel, const TileRows& rows, float* sums) {
     tile_float<typename Isa::Columns, kKind, kRows, kPanels>(a.weight.panel(panel), rows.apart * a.weight.panel_bytes,

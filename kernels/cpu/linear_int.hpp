@@ -11,9 +11,9 @@
 
 namespace llmctl::cpu {
 
-// Scaling a group of 32 is spared a conversion: sums start at bits that are, read as a float, 1.5 * 2^23, and are then that
-// much larger. Sums are below 2^22, so that is exact, and so is taking it off again from a product with a scale, which is
-// finite and has 11 bits: one fma rounds as one product does.
+// Scaling a group of 32 is spared a conversion: sums start at bits that are, read as a float, 1.5 * 2^23, and are then
+// that much larger. Sums are below 2^22, so that is exact, and so is taking it off again from a product with a scale,
+// which is finite and has 11 bits: one fma rounds as one product does.
 constexpr float kSumBias = 12582912.0f;
 constexpr int32_t kSumBiasBits = 0x4B400000;
 template <class C, WeightKind kKind>
@@ -238,7 +238,8 @@ template <class Isa, WeightKind kKind>
 struct Int4Tile {
   using Args = LinearArgs;
   using C = typename Isa::Columns;
-  static constexpr int kMaxRows = C::kIntRows, kPanels = C::kIntPanels, kStreams = C::kIntStreams, kStep = 8;
+  static constexpr int kMaxRows = C::kIntRows, kPanels = C::kIntPanels, kStep = 8;
+  static constexpr int kStreams = C::kIntStreams, kFewStreams = C::kFewStreams;
   static constexpr int kTogether = (16 + kMaxRows - 1) / kMaxRows;
   static constexpr int kTimes = kKind == WeightKind::int4 ? -8 : 1;
   static constexpr int kBiasOf32 = is_biased<C, kKind> ? kSumBiasBits : 0;
@@ -343,7 +344,8 @@ LLMCTL_NOINLINE void tile_pairs(const uint8_t* __restrict w, long next, Ahead ah
 template <class Isa, WeightKind kKind>
 struct PairsTile : NothingPrepared {
   using C = typename Isa::Columns;
-  static constexpr int kMaxRows = C::kIntRows, kPanels = C::kIntPanels, kStreams = C::kIntStreams, kStep = 2;
+  static constexpr int kMaxRows = C::kIntRows, kPanels = C::kIntPanels, kStep = 2;
+  static constexpr int kStreams = C::kIntStreams, kFewStreams = C::kFewStreams;
   template <int kRows, int kPanels>
   LLMCTL_INLINE void run(const LinearArgs& a, int panel, const TileRows& rows, float* sums) {
     const long groups = a.act.k / a.form.group;

@@ -143,7 +143,7 @@ template <class Isa>
 struct ScreenTile {
   using Args = ScreenArgs;
   using C = typename Isa::Columns;
-  static constexpr int kMaxRows = C::kIntRows, kPanels = C::kIntPanels, kStreams = 1, kStep = 4;
+  static constexpr int kMaxRows = C::kIntRows, kPanels = C::kIntPanels, kStreams = 1, kFewStreams = 1, kStep = 4;
   static constexpr int kTogether = (16 + kMaxRows - 1) / kMaxRows;
 
   static long groups(const ScreenArgs& a) { return a.act.k / a.form.group; }
